@@ -179,11 +179,10 @@ class EngineCore:
             timing.prompt_budget,
             timing.prompt_cost,
             timing.decode_step_s.value,
-            timing.row_cost.published(),
+            timing.draft_costs(),
             timing.token_s,
             timing.computes_apart,
             timing.low_class_room,
-            timing.draft_token_s.value,
         )
         if step is not None:
             self.watch.begin(self.now, timing.expected_s(step))

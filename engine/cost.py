@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 from operator import mul
+from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.stats import Role
@@ -70,6 +71,8 @@ PROMPT_SHAPE = (64 / TOKENS_UNIT, 1.0, 0.15, 0.3)
 # A decode reads the weights; sixteen sequences take half as much more, and so does a full pool.
 DECODE_SHAPE = (1.0, 0.5, 0.4, 0.1)
 ROW_SHAPE = (1.0, 0.5, 0.5, 0.5)
+# A drafter is begun, passes once for each depth, and each of its tokens is a row of a small model.
+DRAFT_SHAPE = (0.5, 1.0, 4.0)
 PRIOR_SPREAD = 30.0  # a weight may well be so many times off its part of the shape
 FIRST_SPREAD = 0.5  # relative error of a fit that was never compared
 UNIT_WEIGHT = 0.05  # the latest sample's, in the speed and in the mean of errors
@@ -243,6 +246,20 @@ def order_of(compute_s: float, waited_s: float) -> float:
     return compute_s * share * share
 
 
+def draft_features(depth: int, num_tokens: int) -> tuple[float, float, float]:
+    """Describes what a drafter does for a pass: as many passes of its own as the longest draft has
+    tokens, in which all sequences take part, for so many tokens of all of them."""
+    return (1.0, float(depth), num_tokens / SEQS_UNIT)
+
+
+class DraftCosts(NamedTuple):
+    """What draft tokens cost, as a worker has measured it; empty: it has not yet."""
+
+    rows: tuple[float, ...] = ()  # of passes, by `row_features`
+    drafting: tuple[float, ...] = ()  # of the executor's drafter, by `draft_features`
+    error: float = inf  # how exactly it is known what a row more takes: a standard error, relative
+
+
 class StepTiming:
     """How fast a worker computes, measured from its own steps: rates are moving averages, fits
     give the cost of a pass by its contents. Owned by a worker's core."""
@@ -258,7 +275,9 @@ class StepTiming:
         self._prompt_slowdown = Rate()  # seconds that prompts take now, for each that the fit says
         self.decode_cost = FittedCost(DECODE_SHAPE)  # decodes, a token each
         self.row_cost = FittedCost(ROW_SHAPE)  # passes, by their rows
-        self.draft_token_s = Rate()  # what a token of the executor's drafter takes
+        self.draft_cost = FittedCost(DRAFT_SHAPE)  # what the executor's drafter takes
+        self._num_drafted = 0  # steps in which it was asked
+        self._row_error = inf  # as of `DraftCosts`
         self._waited_s = 0.0  # by a prompt, as of the last step in which one was computed
 
     def on_step(
@@ -282,12 +301,17 @@ class StepTiming:
             token_s = elapsed_s / (repeats + num_accepted / count)
             self.decode_cost.add(decode_features(count, used), token_s)
             drafts = [(share.most_drafts, share.start) for share in step.seqs]
-            if num_asked := sum(share.num_drafts for share in step.seqs):
-                self.draft_token_s.add(draft_s, num_asked)
+            if depth := max(share.num_drafts for share in step.seqs):
+                self._num_drafted += 1
+                if self._num_drafted > 1:  # the first one makes room for what it computes with
+                    num_asked = sum(share.num_drafts for share in step.seqs)
+                    self.draft_cost.add(draft_features(depth, num_asked), draft_s)
             rows = count + sum(more for more, _ in drafts)
             again = sum(more * start for more, start in drafts) / pool_tokens
             pass_s = (elapsed_s - draft_s) / repeats
             self.row_cost.add(row_features(rows, used, again), pass_s)
+            if self.row_cost.num_samples % MIN_SAMPLES == 0:
+                self._row_error = self.row_cost.spread((0.0, 1.0 / SEQS_UNIT, 0.0, used / count))
             return
         total, features = sum(len(share.tokens) for share in prompts), _one_pass(prompts)
         if len(prompts) == len(step.seqs):
@@ -306,6 +330,10 @@ class StepTiming:
         if expected_s := self.prompt_cost.seconds(features):
             self._prompt_slowdown.add(elapsed_s, expected_s)
         self.prompt_cost.add(features, elapsed_s)
+
+    def draft_costs(self) -> DraftCosts:
+        asked = tuple(self.draft_cost.weights) if self.draft_cost.num_samples else ()
+        return DraftCosts(self.row_cost.published(), asked, self._row_error)
 
     def draft_seconds(
         self, step: Step, done: StepDone, rows: float, num_accepted: int

@@ -34,7 +34,7 @@ class ScheduledSeq:
     context: list[int]  # prompt + output up to and with `tokens`, for penalties; not to be changed
     num_prompt_tokens: int
     # Speculative decoding: tokens that may follow a decode's `tokens`, verified in the same pass
-    # where the executor can. Their positions are in the block of `tokens[0]`.
+    # where the executor can. The block table covers their positions, too.
     draft_tokens: list[int] = field(default_factory=list)
     # Position from which on the prompt's tokens give outputs, those before it summed up to `pooled`
     # (float32); None: none do.
@@ -109,6 +109,9 @@ class Step:
     low_priority: bool = (
         False  # all are prompts for other workers: on shared cores decodes go first
     )
+    # Blocks that decodes fill get what the executor's drafter goes on from. False: it is not asked,
+    # and to make that would take time for nothing.
+    makes_slots: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -187,7 +190,7 @@ class StepDone:
     # Index of a sequence -> outputs of its `output_positions`; the embedding is a sum as long as
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)
-    draft_s: float = 0.0  # the part of elapsed_s in which the drafter proposed tokens
+    draft_s: float = 0.0  # the part of elapsed_s that the drafter took
 
     def fault(self, index: int) -> tuple[Refusal, str] | None:
         """Why the sequence at `index` was left out."""

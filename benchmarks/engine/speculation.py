@@ -12,13 +12,16 @@ from __future__ import annotations
 import os
 import statistics
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import click
 from rich.progress import Progress
@@ -29,8 +32,13 @@ from benchmarks.report import make_console, write_json
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import load_config
 from kvrelay.cluster.prepare import prepare_model
+from kvrelay.engine.model import runner
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL
+from kvrelay.engine.model.cpu import step as cpu_step
+from kvrelay.engine.model.drafter import Drafter, open_drafter
+from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.request import SamplingParams
+from kvrelay.lab.bench import engine as bench
 from kvrelay.lab.bench.engine import Generated, LoneWorker
 
 COUNTERS = (
@@ -39,11 +47,31 @@ COUNTERS = (
     "drafter_tokens",
     "drafter_tokens_accepted",
 )
+SPREAD = 1_000_003  # a prime: which drafts are wrong, by their positions
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "speculation.json"
 BLOCK_SIZE = 16
 DRAFTS = 7
 WITHOUT, NGRAMS, DRAFTER = "no drafts", "n-grams", "drafter"
 PEOPLE = "Ann, 31, Oslo\nBob, 45, Rome\nCid, 28, Bonn\nDan, 39, Lyon\nEve, 52, Kyiv\nFay, 23, Bern"
+
+
+@contextmanager
+def cpu_time() -> Iterator[None]:
+    """Times are of this process' CPU, for machines that others use, too: what a pass takes, as the
+    planner learns it, and what is reported. Meant for one thread, as those that wait for others
+    take CPU time. Passes in a row end by their number alone."""
+    clock, begin = time.process_time, StepExecutor.__init__
+
+    def timed(self: StepExecutor, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options, clock=clock)
+
+    with (
+        patch.object(StepExecutor, "__init__", timed),
+        patch.object(runner, "perf_counter", clock),
+        patch.object(bench, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=clock)),
+        patch.object(cpu_step, "BURST_S", 3600.0),
+    ):
+        yield
 
 
 def requests() -> dict[str, str]:
@@ -80,12 +108,49 @@ class Took:
         )
 
 
+class Likely:
+    """Makes a drafter as right as it is asked to be. It drafts as ever, and what it takes counts;
+    but then each of its tokens is the right one with this probability, and else is not. So what a
+    better head would gain can be measured without one. Drafts of answers that are not known yet are
+    left as they are."""
+
+    def __init__(self, share: float) -> None:
+        self._share, self._answers = share, dict[tuple[int, ...], list[int]]()
+
+    def open(self, *args: Any) -> Drafter:
+        """In place of `open_drafter`."""
+        drafter = open_drafter(*args)
+        self._draft, drafter.draft = drafter.draft, self.draft  # type: ignore[method-assign]
+        return drafter
+
+    def learn(self, prompts: Sequence[Sequence[int]], answers: Sequence[Generated]) -> None:
+        found = zip(prompts, answers, strict=True)
+        self._answers = {tuple(prompt): answer.tokens for prompt, answer in found}
+
+    def draft(self, seqs: Sequence[Any], tables: Any) -> list[list[int]]:
+        drafts = self._draft(seqs, tables)
+        for seq, draft in zip(seqs, drafts, strict=True):
+            answer = self._answers.get(tuple(seq.context[: seq.num_prompt_tokens]), ())
+            at = len(seq.context) - seq.num_prompt_tokens
+            for index, token in enumerate(answer[at : at + len(draft)]):
+                is_right = (at + index) * SPREAD % 1009 < self._share * 1009
+                draft[index] = token if is_right else token ^ 1
+        return drafts
+
+
 class Workers:
     """By where their drafts come from. Owned by a measurement, from `with` to its end."""
 
     def __init__(
-        self, model: str, quantization: str, drafter: str, most: int, max_tokens: int
+        self,
+        model: str,
+        quantization: str,
+        drafter: str,
+        most: int,
+        max_tokens: int,
+        acceptance: float,
     ) -> None:
+        self._likely = Likely(acceptance)
         self._stack = ExitStack()
         self.workers: dict[str, LoneWorker] = {}
         threads = len(os.sched_getaffinity(0))
@@ -103,7 +168,9 @@ class Workers:
             config = load_config(None, overrides)
             ready = prepare_model(config, 1, lambda _: None)
             self.tokenizer = Tokenizer(ready.path)
-            self.workers[name] = self._stack.enter_context(LoneWorker(config, ready))
+            opened = self._likely.open if acceptance else open_drafter
+            with patch.object(runner, "open_drafter", opened):
+                self.workers[name] = self._stack.enter_context(LoneWorker(config, ready))
 
     def __enter__(self) -> Workers:
         return self
@@ -130,6 +197,8 @@ class Workers:
         for turn in range(rounds + 1):
             for name in list(self.workers)[:: 1 if turn % 2 else -1]:
                 answers = self.workers[name].generate(prompts, sampling)
+                if name == WITHOUT:
+                    self._likely.learn(prompts, answers)
                 said[name] = [answer.tokens for answer in answers]
                 took[name] += [Took.of(answers)] * (turn > 0)
         drafts = {name: self._drafts(name) - before[name] for name in self.workers}
@@ -180,6 +249,12 @@ class Row:
 @click.option("--kinds", default="", help="Only these requests, with commas; else all.")
 @click.option("--at-once", default="4,16", show_default=True, help="Requests of mixed kinds.")
 @click.option("--max-tokens", default=200, show_default=True)
+@click.option(
+    "--acceptance",
+    default=0.0,
+    help="As if the drafter's tokens were right with this probability; 0: as they are.",
+)
+@click.option("--cpu-time", "by_cpu", is_flag=True, help="Times are of the CPU: with one thread.")
 @click.option("--temperature", default=0.0, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path), default=DEFAULT_JSON)
@@ -190,6 +265,8 @@ def main(
     kinds: str,
     at_once: str,
     max_tokens: int,
+    acceptance: float,
+    by_cpu: bool,
     temperature: float,
     rounds: int,
     path: Path,
@@ -205,12 +282,17 @@ def main(
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=5)
     rows: dict[str, dict[str, Any]] = {}
     with (
-        Workers(model, quantization, drafter, max([1, *batches]), max_tokens) as workers,
+        cpu_time() if by_cpu else nullcontext(),
+        Workers(
+            model, quantization, drafter, max([1, *batches]), max_tokens, acceptance
+        ) as workers,
         Progress(console=console, transient=True) as progress,
     ):
         for name, each in progress.track(asked.items(), description="answers"):
             rows[name] = workers.ask(workers.prompts(each), sampling, rounds).found()
     title = f"{model}, weights {quantization}, temperature {temperature:g}"
+    title += ", CPU time" if by_cpu else ""
+    title += f", drafter made right at {acceptance:.0%}" if acceptance else ""
     table = Table("", "in", "out", "drafts", "tokens/s", "ratio", "ms a token", title=title)
     for column in ("ratio", "drafts", "accepted", "of the drafter", "accepted", "same"):
         table.add_column(column)

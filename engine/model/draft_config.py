@@ -10,6 +10,7 @@ from kvrelay.engine.model.config import ModelConfig, weights_bytes
 
 OWN, EAGLE, EAGLE3, MEDUSA = "own", "eagle", "eagle3", "medusa"  # kinds
 MODEL, MTP = "model", "mtp"
+PREFIXES = {OWN: "layer.", EAGLE: "layers.0.", EAGLE3: "midlayer."}  # of a head's layer
 ALIGNMENT = 64  # bytes
 
 
@@ -27,6 +28,7 @@ class DraftConfig:
     tail_size: int = 0  # numbers of a hidden state, as it is kept
     draft_vocab: int = 0  # tokens that it knows; 0: all of the model's
     norm_inputs: bool = False
+    adds_normed: bool = False  # EAGLE-3's layer adds to the normed state (`norm_before_residual`)
     num_heads: int = 0  # Medusa's, one for each token ahead
     num_blocks: int = 1  # Medusa's residual blocks in each
     digest: str = ""

@@ -1,10 +1,10 @@
 """Draft tokens of a model: a head over the hidden states of the model that is served, Medusa's
 heads, or a smaller model. They decide how fast tokens come, never which.
 
-Life of a step: `draft` proposes tokens after those that decodes have; the pass verifies them; then
-`keep` makes what the drafter keeps of all tokens that were computed, prompts' too, in their blocks.
-So it needs no memory of its own: a prefix hit, a hand-over or a block from disk brings what it goes
-on from. What it made of draft tokens is overwritten then.
+Life of a step: `draft` proposes tokens after those that decodes have; the pass verifies them.
+`keep` makes what the drafter keeps of all tokens that were computed, prompts' too, in their blocks,
+when `draft_slots` says so. So it needs no memory of its own: a prefix hit, a hand-over or a block
+from disk brings what it goes on from. What it made of draft tokens is overwritten then.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvrelay.engine.model.cpu.draft import CpuDraft
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.draft_config import MEDUSA, MODEL, MTP, DraftConfig
+from kvrelay.engine.model.draft_slots import Part, Tables
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.sampling.sampler import Draw
 from kvrelay.engine.model.weights import Weights
-from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step
+from kvrelay.engine.step import NO_TOKEN, ScheduledSeq, Step
 
 MAX_AT_ONCE = 128  # rows whose keys and values are made in one call
 MakeOps = Callable[[ModelConfig, torch.Tensor], Ops]
-Tables = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,8 @@ class Drafter(Protocol):
         them."""
         ...
 
-    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
-        """`shares` have the tokens that were computed, and accepted; outputs: [captured, N,
-        hidden_size], of their rows."""
+    def keep(self, parts: Sequence[Part]) -> None:
+        """Make slots of tokens that were computed, and accepted."""
         ...
 
 
@@ -100,6 +99,7 @@ class Tails:
 
     def __init__(self, tails: torch.Tensor, block_size: int) -> None:
         self.dtype, self._size = tails.dtype, block_size
+        self._known: dict[str, tuple[int, np.ndarray]] = {}  # states that are in no block
         self._bytes = tails.view(torch.uint8).numpy()
 
     def before(self, shares: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor:
@@ -114,16 +114,40 @@ class Tails:
         found = self._bytes[at]
         if -1 in at:
             found[[place < 0 for place in at]] = 0
+        for index, share in enumerate(shares if self._known else ()):
+            start, state = self._known.get(share.request_id, (-1, found[index]))
+            if start == share.start:
+                found[index] = state
         return found
 
-    def before_each(
-        self, shares: Sequence[ScheduledSeq], tables: Tables, states: torch.Tensor
-    ) -> torch.Tensor:
-        """[N, size]: the state before each of their tokens, which have these."""
-        counts = np.array([len(share.tokens) for share in shares])
-        found = np.roll(states.view(torch.uint8).numpy(), 1, axis=0)
-        found[counts.cumsum() - counts] = self._before(shares, tables)
-        return torch.from_numpy(found).view(self.dtype)
+    def split(
+        self, parts: Sequence[Part], tables: Tables, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """states: of the outputs of `parts`. Returns [N, size] twice, for their tokens: the states
+        before each, and their own. A part without tokens says what is before its position."""
+        rows = states.view(torch.uint8).numpy()
+        before, own, firsts, at = list[int](), list[int](), list[int](), 0
+        self._known = {}
+        for index, part in enumerate(parts):
+            count = len(part.tokens)
+            if part.has_before:
+                if not count:
+                    self._known[part.seq.request_id] = part.start, rows[at].copy()
+                before += range(at, at + count)
+                at += 1
+            elif count:
+                firsts.append(index)
+                before += [-1, *range(at, at + count - 1)]
+            own += range(at, at + count)
+            at += count
+        if not before:
+            return states[:0], states[:0]
+        found = rows[before]
+        if firsts:
+            shares = [asked(parts[i].seq, (), parts[i].start) for i in firsts]
+            places = [place for place, row in enumerate(before) if row < 0]
+            found[places] = self._before(shares, [tables[i] for i in firsts])
+        return torch.from_numpy(found).view(self.dtype), states[own]
 
     def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, states: torch.Tensor) -> None:
         """states: [N, size], of all their tokens."""
@@ -177,9 +201,12 @@ class _Stepwise:
                 live = [live[at] for at in going]
             if not live:
                 return drafts
-            if batch is not None and live == held:
+            ends = any(
+                self._at(seqs[i], drafts[i]) % self._model.limits.block_size == 0 for i in live
+            )
+            if batch is not None and live == held and not ends:
                 batch = _advanced(batch, drawn)
-            else:
+            else:  # others, or the next block of one
                 shares = [
                     asked(seqs[i], [*seqs[i].tokens, *drafts[i]][-1:], self._at(seqs[i], drafts[i]))
                     for i in live
@@ -219,9 +246,11 @@ class ModelDrafter(_Stepwise):
     def _pass(self, batch: Batch, states: torch.Tensor | None) -> tuple[None, torch.Tensor]:
         return None, self._decoder.forward(batch)
 
-    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
-        shares = [asked(each, each.tokens, each.start, sample=False) for each in shares]
-        self._decoder.hidden_states(self._batch(shares, self._first_tables(tables)))
+    def keep(self, parts: Sequence[Part]) -> None:
+        parts = [part for part in parts if part.tokens]
+        if parts:
+            tables = self._first_tables([part.table for part in parts])
+            self._decoder.hidden_states(self._batch(_shares(parts), tables))
 
 
 class _ByStates(_Stepwise):
@@ -287,34 +316,31 @@ class HeadDrafter(_ByStates):
         super().__init__(config, weights, tails, model, draw)
         self._ops = ops
         self._whole: CpuDraft | None = None
-        norms = weights.input_norm, weights.embed_norm, weights.state_norm, weights.norm
-        if isinstance(ops, CpuOps) and not (weights.is_fused or any(n is None for n in norms)):
-            served = model.weights, model.config.embed_scale
+        if isinstance(ops, CpuOps):
+            served = model.weights, model.config
             self._whole = CpuDraft(*ops.parts(model.limits), weights, served, ops.buffer)
 
     def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
         if self._whole is None:
             return super().draft(seqs, tables)
-        drafts: list[list[int]] = [[] for _ in seqs]
         tables = self._first_tables(tables)
-        states = self._begin(seqs, tables)
-        for count in {seq.num_drafts for seq in seqs} - {0}:
-            live = [i for i, seq in enumerate(seqs) if seq.num_drafts == count]
-            shares = [asked(seqs[i], seqs[i].tokens[-1:], self._at(seqs[i], ())) for i in live]
-            for share in shares:
-                share.num_drafts = count
-            found = self._whole.propose(shares, [tables[i] for i in live], states[live])
-            for i, draft in zip(live, found, strict=True):
-                drafts[i] = draft
-        return drafts
+        shares = [asked(seq, seq.tokens[-1:], self._at(seq, ())) for seq in seqs]
+        for share, seq in zip(shares, seqs, strict=True):
+            share.num_drafts = seq.num_drafts
+        return self._whole.propose(shares, tables, self._begin(seqs, tables))
 
-    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
-        tables, states = self._first_tables(tables), self._states(outputs)
-        before = self._tails.before_each(shares, tables, states)
+    def keep(self, parts: Sequence[Part]) -> None:
+        tables = self._first_tables([part.table for part in parts])
+        shares, states = _shares(parts), self._states(_outputs(parts))
+        before, states = self._tails.split(parts, tables, states)
+        if any(not share.tokens for share in shares):
+            tables = [table for table, each in zip(tables, shares, strict=True) if each.tokens]
+            shares = [share for share in shares if share.tokens]
+        if not shares:
+            return
         if self._whole is not None and len(states) <= MAX_AT_ONCE:
             self._whole.keep(shares, tables, before)
         else:
-            shares = [asked(each, each.tokens, each.start, sample=False) for each in shares]
             self._write(self._batch(shares, tables), before.to(self._dtype))
         self._tails.keep(shares, tables, states)
 
@@ -350,8 +376,9 @@ class HeadDrafter(_ByStates):
         if weights.is_fused:
             assert weights.embed_norm is not None
             assert weights.state_norm is not None
-            normed = ops.rms_norm(states, weights.state_norm)
-            return states.clone(), torch.cat((embedded, normed), dim=1)
+            normed = ops.rms_norm(states, weights.state_norm).clone()
+            hidden = normed if weights.adds_normed else states
+            return hidden.clone(), torch.cat((embedded, normed), dim=1)
         if weights.state_norm is not None:
             states = ops.rms_norm(states, weights.state_norm)
         hidden = ops.linear(torch.cat((embedded, states), dim=1), weights.fc)
@@ -384,8 +411,13 @@ class MtpDrafter(HeadDrafter):
 class MedusaDrafter(_ByStates):
     """Heads over the same hidden state, each for a token further ahead (Cai et al. 2024)."""
 
-    def keep(self, shares: Sequence[ScheduledSeq], tables: Tables, outputs: torch.Tensor) -> None:
-        self._tails.keep(shares, self._first_tables(tables), self._states(outputs))
+    def keep(self, parts: Sequence[Part]) -> None:
+        tables = self._first_tables([part.table for part in parts])
+        _, states = self._tails.split(parts, tables, self._states(_outputs(parts)))
+        there = [index for index, part in enumerate(parts) if part.tokens]
+        if there:
+            parts, tables = [parts[i] for i in there], [tables[i] for i in there]
+            self._tails.keep(_shares(parts), tables, states)
 
     def draft(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> list[list[int]]:
         states = self._begin(seqs, self._first_tables(tables))
@@ -421,14 +453,9 @@ def _after(seq: ScheduledSeq, draft: Sequence[int]) -> ScheduledSeq:
     return replace(seq, context=[*seq.context, *draft]) if draft else seq
 
 
-def computed(seqs: Sequence[ScheduledSeq], sampled: Sequence[Sampled | None]) -> list[ScheduledSeq]:
-    """`seqs` of a pass, or of passes in a row, with the tokens that were computed in them, and not
-    rejected."""
-    shares = []
-    for seq, each in zip(seqs, sampled, strict=True):
-        more = 0 if each is None else len(each.more)
-        tokens = seq.tokens
-        if more and each is not None:
-            tokens = [*tokens, each.token, *each.more[:-1]]
-        shares.append(asked(seq, tokens, seq.start))
-    return shares
+def _shares(parts: Sequence[Part]) -> list[ScheduledSeq]:
+    return [asked(part.seq, part.tokens, part.start, sample=False) for part in parts]
+
+
+def _outputs(parts: Sequence[Part]) -> torch.Tensor:
+    return torch.cat([part.outputs for part in parts], dim=1)

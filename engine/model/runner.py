@@ -35,7 +35,8 @@ from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
 from kvrelay.engine.model.device_memory import GIB, spread
 from kvrelay.engine.model.draft_config import DraftConfig
-from kvrelay.engine.model.drafter import Drafter, Served, computed, open_drafter
+from kvrelay.engine.model.draft_slots import Slots, computed_tokens
+from kvrelay.engine.model.drafter import Drafter, Served, open_drafter
 from kvrelay.engine.model.errors import ModelError, check_one_of
 from kvrelay.engine.model.kept_weights import Kept, WeightsIdentity, find_kept, keep
 from kvrelay.engine.model.loads import ALONE, Loads
@@ -125,6 +126,8 @@ class ModelRunner:
         self.grammars = self._grammars(model_dir, threads, identity)
         self._draw: Draw = draw
         self._drafter: Drafter | None = None
+        self._slots: Slots | None = None
+        self._draft_s = 0.0  # that the drafter has taken of the step
         with torch.inference_mode():
             own = self._own_ops = self._ops(threads)
             if self.kv_spec.num_state_groups:
@@ -186,34 +189,41 @@ class ModelRunner:
         except kernels.KernelsUnavailable as error:
             raise ModelError(f"engine.drafter {config.path}: {error}") from error
 
-    def _with_drafts(self, step: Step, tables: list[np.ndarray]) -> tuple[Step, list[int], float]:
-        """`step` with what is drafted for it, how many tokens each sequence got, and seconds."""
+    def _with_drafts(self, step: Step, tables: list[np.ndarray]) -> tuple[Step, list[int]]:
+        """`step` with what is drafted for it, and how many tokens each sequence got."""
         seqs, began, counts = [*step.seqs], perf_counter(), [0] * len(step.seqs)
+        self._draft_s = 0.0
         if not any(seq.num_drafts for seq in seqs):
-            return step, counts, 0.0
+            return step, counts
         asked = [index for index, seq in enumerate(seqs) if seq.num_drafts]
         drafts: list[list[int]] = [[] for _ in asked]
-        if self._drafter is not None:
+        if self._drafter is not None and self._slots is not None:
+            of_asked = [seqs[index] for index in asked], [tables[index] for index in asked]
             with torch.inference_mode():
-                drafts = self._drafter.draft(
-                    [seqs[index] for index in asked], [tables[index] for index in asked]
-                )
+                self._slots.catch_up(*of_asked)
+                drafts = self._drafter.draft(*of_asked)
         for index, draft in zip(asked, drafts, strict=True):
             draft = self.grammars.fitting(seqs[index], draft)
             seqs[index] = replace(seqs[index], draft_tokens=draft, num_drafts=0)
             counts[index] = len(draft)
-        return replace(step, seqs=seqs), counts, perf_counter() - began
+        self._draft_s = perf_counter() - began
+        return replace(step, seqs=seqs), counts
 
     def _keep_drafter(
         self,
         step: Step,
         tables: list[np.ndarray],
-        sampled: list[Sampled | None],
-        outputs: torch.Tensor,
+        sampled: Sequence[Sampled | None],
+        outputs: torch.Tensor | None,
     ) -> None:
-        """outputs: [captured, N, hidden_size], of the rows that `computed` counts."""
-        assert self._drafter is not None
-        self._drafter.keep(computed(step.seqs, sampled), tables, outputs)
+        """outputs: [captured, N, hidden_size], of the rows that were computed, and not rejected."""
+        assert self._slots is not None
+        began = perf_counter()
+        if outputs is None:
+            rows = sum(map(len, map(computed_tokens, step.seqs, sampled)))
+            outputs = torch.empty(0, rows, 0)
+        self._slots.after(step.seqs, sampled, tables, outputs, fills=step.makes_slots)
+        self._draft_s += perf_counter() - began
 
     def _install(self, weights: Weights) -> None:
         """Steps compute with `weights` from now on."""
@@ -221,6 +231,10 @@ class ModelRunner:
         self._decoder = Decoder(self._own, weights, ops)
         if self._draft_config is not None:
             self._drafter = self._open_drafter(self._draft_config, weights, ops)
+            region = self.kv_pool.numpy()[:, self.kv_spec.layer_bytes :]
+            self._slots = Slots(
+                self._drafter, region, self.kv_spec.block_size, self.kv_spec.num_groups
+            )
             self._decoder.capture(self._drafter.captured)
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
         most, member = self._engine.adapter_bytes, self._member
@@ -235,14 +249,14 @@ class ModelRunner:
     def replace_weights(self, weights: Weights, block_ids: Sequence[int]) -> None:
         """Compute with others, while no step runs, once they have sampled a token that is one;
         `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
-        before = self._decoder, self._decode, self.loads, self._drafter
+        before = self._decoder, self._decode, self.loads, self._drafter, self._slots
         share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
         try:
             self._install(weights)
             if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
                 raise ModelError(f"the new weights do not answer: {fault[1]}")
         except Exception:
-            self._decoder, self._decode, self.loads, self._drafter = before
+            self._decoder, self._decode, self.loads, self._drafter, self._slots = before
             raise
 
     def _identity(self, path: Path) -> WeightsIdentity | None:
@@ -344,9 +358,9 @@ class ModelRunner:
             by_index = dict(zip(checked, tables, strict=True))
             tables = [by_index[index] for index in kept]
             repeats = step.repeats if len(kept) == num_seqs else 1
-            step = Step(step.step_id, [step.seqs[index] for index in kept], repeats=repeats)
+            step = replace(step, seqs=[step.seqs[index] for index in kept], repeats=repeats)
         loaded = self.loads.loaded(step.seqs)
-        step, num_drafts, draft_s = self._with_drafts(step, tables)
+        step, num_drafts = self._with_drafts(step, tables)
         sampled: list[Sampled | None] = []
         outputs: dict[int, PromptOutputs] = {}
         with torch.inference_mode():
@@ -376,7 +390,7 @@ class ModelRunner:
             step.step_id,
             [results.get(index) for index in range(num_seqs)],
             elapsed_s=perf_counter() - began,
-            draft_s=draft_s,
+            draft_s=self._draft_s,
             failed=failed,
             unsampled=unsampled,
             ungrammatical=ungrammatical,
@@ -407,7 +421,7 @@ class ModelRunner:
             if drawn is not None:
                 if self._drafter is not None:
                     outputs = self._decode.outputs(step.seqs, drawn)
-                    self._keep_drafter(step, tables, [*drawn], outputs)
+                    self._keep_drafter(step, tables, drawn, outputs if len(outputs) else None)
                 return [*drawn], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
 
@@ -418,7 +432,7 @@ class ModelRunner:
         hidden = self._decoder.hidden_states(batch)
         if self._drafter is not None:
             hidden, found = hidden.clone(), self._decoder.captured
-            states = torch.stack(found) if found else hidden
+            states = torch.stack(found) if found else None
             self._keep_drafter(step, tables, [None] * len(step.seqs), states)
         if any(seq.outputs_from is not None for seq in step.seqs):
             return read_prompts(step, hidden, self._decoder.logits, draw)

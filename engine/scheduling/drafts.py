@@ -4,21 +4,26 @@ what the executor proposes.
 A pass of few decodes is bound by reading weights, so a few rows more cost little. The draft tokens
 of a sequence are those that its grammar lets follow alone, else those that its client predicts, or
 that followed its last n-gram where that occurred before, or that the executor's drafter will
-propose, whichever is accepted more often; each is one row more. What is sampled after each row says
-how many of them are accepted. Sampling depends on the logits, the grammar and (seed, position)
-alone, so the output is the same as without drafts. One more row pays while the accepted tokens that
-it is expected to add, over the time that it is measured to take, exceed what the pass yields as it
-is. So long contexts, large batches and texts without repetition get no drafts.
+propose; each is one row more. What is sampled after each row says how many of them are accepted.
+Sampling depends on the logits, the grammar and (seed, position) alone, so the output is the same as
+without drafts.
+
+What counts is the tokens that a pass is expected to yield, over the time that it is measured to
+take. A row more pays while it adds more tokens for its time than the pass yields as it is. The
+drafter also takes a pass of its own for each depth, which all sequences share, so one depth is
+chosen for all, and then for each sequence what gains more there: its own tokens or the drafter's.
+So long contexts, large batches and texts without repetition get no drafts.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
+from math import inf
 from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import SEQS_UNIT, fitted_s, row_features
+from kvrelay.engine.cost import SEQS_UNIT, DraftCosts, fitted_s, row_features
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.step import Step, StepDone
 
@@ -28,12 +33,20 @@ ACCEPTANCE_WEIGHT = 0.15  # a draft token has it in the moving average of the ac
 INITIAL_ACCEPTANCE_RATE = 0.5  # before anything was verified
 MAX_NEEDED_RATE = 0.9  # no n-gram is looked up where drafts pay only above this acceptance rate
 DEFAULT_ROW_COST = 1 / 16  # one row more, as a share of a pass, before it was measured
-DEFAULT_DRAFT_COST = 1 / 8  # a drafter's token, as a share of a pass, before it was measured
+# A drafter's beginning and each of its passes, likewise; what it takes for a token more is little.
+DEFAULT_DRAFTING = (1 / 16, 1 / 12, 0.0)
 RECOVERY = 0.005  # how fast a drafter that is not asked is thought of as at the beginning, a pass
 MAX_ROW_COST = 0.35  # the most that is believed, or a few slow passes would end all drafts
-MIN_GAIN = 1.5  # expected gain of a row more over its cost: neither is known exactly
+# Expected gain of a row more over its cost. The cost is not known exactly, at the beginning even
+# less: to the least of them the error of what was measured is added.
+LEAST_GAIN, MIN_GAIN = 1.1, 1.5
+ROUNDS = 2  # in which a plan is made for the yield of the one before
 MAX_SLOWDOWN = 1.5  # a pass may take so long with drafts, where other sequences wait
 TOKEN_BYTES = 4  # a token has in what is searched
+# Passes of one sequence without the drafter, after which what it would go on from is made no more;
+# of several, as many fewer: to make it takes the more of a pass, the more sequences there are.
+SLOTS_FOR = 128
+NOT_MEASURED = DraftCosts()
 
 
 class NgramProposer:
@@ -130,8 +143,72 @@ class _Source(NamedTuple):
     tokens: list[int]
     most: int
     rate: float  # how likely each is to be accepted after the one before
-    cost: float  # what each takes, as a share of a pass
     is_asked: bool = False  # it is the executor's drafter
+
+    def gains(self, price: float) -> list[float]:
+        """By how many of its tokens are taken, as far as each is worth `price`: the accepted tokens
+        that are expected, less what they cost."""
+        found, likelihood = [0.0], 1.0
+        for _ in range(self.most):
+            likelihood *= self.rate
+            if likelihood <= price:
+                break
+            found.append(found[-1] + likelihood - price)
+        return found
+
+
+class _Prices(NamedTuple):
+    """What drafts take, as shares of the pass without any."""
+
+    row: float
+    begin: float = 0.0  # of the executor's drafter: to be asked at all,
+    depth: float = 0.0  # each of its passes,
+    token: float = 0.0  # and each of its tokens, beside its row
+
+
+class _Plan:
+    """How many tokens of which source each sequence gets."""
+
+    def __init__(self, sources: Seq[_Source], counts: Seq[int], prices: _Prices) -> None:
+        self.sources, self.counts, self._prices = sources, [*counts], prices
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def tokens(self) -> float:
+        """Expected of the pass."""
+        accepted = (
+            sum(source.rate**at for at in range(1, count + 1))
+            for source, count in zip(self.sources, self.counts, strict=True)
+        )
+        return len(self.sources) + sum(accepted)
+
+    @property
+    def cost(self) -> float:
+        """Of the pass, in passes without drafts."""
+        begin, depth, token = self._prices[1:]
+        both = zip(self.sources, self.counts, strict=True)
+        asked = [count for source, count in both if count and source.is_asked]
+        drafting = begin + depth * max(asked) + token * sum(asked) if asked else 0.0
+        return 1.0 + self._prices.row * self.num_rows + drafting
+
+    def cut(self, max_rows: int, max_cost: float) -> None:
+        """Leaves away those that are least likely to be accepted, as long as it exceeds these."""
+        both = enumerate(zip(self.sources, self.counts, strict=True))
+        rows = sorted(
+            (source.rate**count, -count, index)
+            for index, (source, most) in both
+            for count in range(1, most + 1)
+        )
+        num_rows, cost = self.num_rows, self.cost
+        for _, _, index in rows:
+            if num_rows <= max_rows and cost <= max_cost:
+                return
+            self.counts[index] -= 1
+            num_rows -= 1
+            cost = self.cost if self.sources[index].is_asked else cost - self._prices.row
 
 
 class Drafts:
@@ -143,7 +220,7 @@ class Drafts:
         """max_drafts: draft tokens of a sequence in a pass; max_rows: of a pass, one for each
         sequence and draft token; pool_tokens: of the KV pool; has_drafter: whether the executor
         proposes tokens when it is asked."""
-        self._max_drafts, self._max_rows, self._pool_tokens = max_drafts, max_rows, pool_tokens
+        self.max_drafts, self._max_rows, self._pool_tokens = max_drafts, max_rows, pool_tokens
         self._acceptance_rate = INITIAL_ACCEPTANCE_RATE  # recent, of all sequences
         self._proposers: dict[Sequence, NgramProposer] = {}
         self._has_drafter = has_drafter
@@ -157,49 +234,42 @@ class Drafts:
         sizes = config.max_num_seqs, config.num_blocks * config.block_size
         return Drafts(config.num_speculative_tokens, *sizes, has_drafter=bool(config.drafter))
 
-    def is_worth_it(self, seqs: Seq[Sequence], weights: Seq[float]) -> bool:
+    def is_worth_it(self, seqs: Seq[Sequence], costs: DraftCosts = NOT_MEASURED) -> bool:
         """Whether drafts may pay in a pass over `seqs`, whatever they are."""
-        return self._max_drafts > 0 and (
-            MIN_GAIN * self._row_cost(seqs, weights) * len(seqs) <= MAX_NEEDED_RATE
+        return self.max_drafts > 0 and (
+            _least_gain(costs) * self._row_cost(seqs, costs.rows) * len(seqs) <= MAX_NEEDED_RATE
         )
 
+    def makes_slots(self, num_seqs: int) -> bool:
+        """Whether the executor's drafter is to have all that it goes on from: it was asked of late,
+        and may be again."""
+        return self._unasked * num_seqs <= SLOTS_FOR
+
     def plan(
-        self, seqs: Seq[Sequence], rooms: Seq[int], weights: Seq[float], draft_token_s: float = 0.0
+        self, seqs: Seq[Sequence], rooms: Seq[int], costs: DraftCosts = NOT_MEASURED
     ) -> list[Draft] | None:
         """The draft tokens of each of `seqs`, which are decodes, for one pass over all of them;
-        None: no sequence gets any. rooms: how many each has room for. weights: cost of passes by
-        `row_features`; empty: not measured yet. draft_token_s: of the executor's drafter; 0: not
-        measured yet."""
-        row = self._row_cost(seqs, weights)
-        asked = row + self._asked_cost(seqs, weights, draft_token_s)
-        sources = [
-            self._propose(seq, min(self._max_drafts, room), row, asked)
-            for seq, room in zip(seqs, rooms, strict=True)
-        ]
-        candidates = sorted(
-            (
-                (source.rate**count, -count, index)
-                for index, source in enumerate(sources)
-                for count in range(1, source.most + 1)
-            ),
-            reverse=True,
-        )
-        counts = [0] * len(seqs)
-        tokens, passes = float(len(seqs)), 1.0  # expected of the pass: its yield, and its cost
-        for likelihood, _, index in candidates[: max(0, self._max_rows - len(seqs))]:
-            cost = sources[index].cost
-            if likelihood * passes <= MIN_GAIN * cost * tokens:
-                continue
-            if len(seqs) > 1 and passes + cost > MAX_SLOWDOWN:
-                continue
-            counts[index] += 1
-            tokens, passes = tokens + likelihood, passes + cost
+        None: no sequence gets any. rooms: how many each has room for."""
+        prices, gain = self._prices(seqs, costs), _least_gain(costs)
+        limits = [max(0, min(self.max_drafts, room)) for room in rooms]
+        own = [self._own(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        asked = list[_Source]()
+        if self._has_drafter:
+            asked = [self._asked(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         self._num_seqs = len(seqs)
-        if not any(counts):
+        yielded = float(len(seqs))
+        best = _chosen(own, asked, prices, gain * yielded)
+        for _ in range(ROUNDS - 1):
+            if not best.num_rows:
+                return None
+            yielded = max(yielded, best.tokens / best.cost)
+            best = _chosen(own, asked, prices, gain * yielded)
+        best.cut(self._max_rows - len(seqs), MAX_SLOWDOWN if len(seqs) > 1 else inf)
+        if not best.num_rows:
             return None
         return [
             Draft([], count) if source.is_asked else Draft(source.tokens[:count])
-            for source, count in zip(sources, counts, strict=True)
+            for source, count in zip(best.sources, best.counts, strict=True)
         ]
 
     def on_verified(self, seq: Sequence, sampled: Seq[int], num_asked: int = 0) -> None:
@@ -230,29 +300,35 @@ class Drafts:
         self._proposers.pop(seq, None)
         self._asked_rates.pop(seq, None)
 
-    def _propose(self, seq: Sequence, limit: int, row: float, asked: float) -> _Source:
-        """Where draft tokens come from, up to `limit`; row, asked: what each costs, of n-grams and
-        of the drafter."""
+    def _own(self, seq: Sequence, limit: int) -> _Source:
+        """What the scheduler itself proposes for it, up to `limit`."""
         if seq.forced:
-            return _Source(list(seq.forced[:limit]), min(limit, len(seq.forced)), 1.0, row)
+            return _Source(list(seq.forced[:limit]), min(limit, len(seq.forced)), 1.0)
         proposer = self._proposers.get(seq)
         if proposer is None:
             prediction = seq.sampling.prediction
             proposer = NgramProposer(self._acceptance_rate, prediction, seq.num_prompt_tokens)
             self._proposers[seq] = proposer
-        tokens, rate = proposer.propose(seq.tokens, limit), proposer.acceptance_rate
-        own = self._asked_rates.get(seq, self._asked_rate)
-        if self._has_drafter and (not tokens or own > rate):
-            return _Source([], max(0, limit), own, asked, is_asked=True)
-        return _Source(tokens, len(tokens), rate, row)
+        tokens = proposer.propose(seq.tokens, limit)
+        return _Source(tokens, len(tokens), proposer.acceptance_rate)
 
-    def _asked_cost(self, seqs: Seq[Sequence], weights: Seq[float], draft_token_s: float) -> float:
-        """What one more of the drafter's tokens costs before it is verified, likewise."""
-        pass_s = self._pass_s(seqs, weights)
-        if pass_s <= 0 or draft_token_s <= 0:
-            return DEFAULT_DRAFT_COST
-        trust: float = (1.0 - RECOVERY) ** self._unasked
-        return DEFAULT_DRAFT_COST + trust * (draft_token_s / pass_s - DEFAULT_DRAFT_COST)
+    def _asked(self, seq: Sequence, limit: int) -> _Source:
+        """What the executor's drafter would propose; nothing where a grammar leaves no choice."""
+        most = 0 if seq.forced else limit
+        rate = self._asked_rates.get(seq, self._asked_rate)
+        return _Source([], most, rate, is_asked=True)
+
+    def _prices(self, seqs: Seq[Sequence], costs: DraftCosts) -> _Prices:
+        row, pass_s = self._row_cost(seqs, costs.rows), self._pass_s(seqs, costs.rows)
+        begin, depth, token = DEFAULT_DRAFTING
+        if pass_s > 0 and costs.drafting:
+            trust: float = (1.0 - RECOVERY) ** self._unasked
+            units = zip(DEFAULT_DRAFTING, costs.drafting, (1.0, 1.0, SEQS_UNIT), strict=True)
+            begin, depth, token = (
+                default + trust * (seconds / unit / pass_s - default)
+                for default, seconds, unit in units
+            )
+        return _Prices(row, begin, depth, token)
 
     def _pass_s(self, seqs: Seq[Sequence], weights: Seq[float]) -> float:
         if not weights:
@@ -268,6 +344,35 @@ class Drafts:
         pass_s = self._pass_s(seqs, weights)
         row_s = weights[1] / SEQS_UNIT + weights[3] * used / len(seqs)
         return min(max(row_s / pass_s, 0.0), MAX_ROW_COST) if pass_s > 0 else DEFAULT_ROW_COST
+
+
+def _least_gain(costs: DraftCosts) -> float:
+    return min(MIN_GAIN, LEAST_GAIN + costs.error)
+
+
+def _chosen(own: Seq[_Source], asked: Seq[_Source], prices: _Prices, worth: float) -> _Plan:
+    """What gains most, where the time of a pass is worth so many tokens: the drafter's depth, and
+    for each sequence one of its two sources."""
+    alone = [source.gains(prices.row * worth) for source in own]
+    if not asked:
+        return _Plan(own, [len(gains) - 1 for gains in alone], prices)
+    drafting = [source.gains((prices.row + prices.token) * worth) for source in asked]
+    depth, most = 0, 0.0
+    for passes in range(1, max(map(len, drafting))):
+        more = (
+            max(0.0, gains[min(passes, len(gains) - 1)] - others[-1])
+            for gains, others in zip(drafting, alone, strict=True)
+        )
+        gained = sum(more) - worth * (prices.begin + passes * prices.depth)
+        if gained > most:
+            depth, most = passes, gained
+    sources, counts = [], []
+    for index, (gains, others) in enumerate(zip(drafting, alone, strict=True)):
+        count = min(depth, len(gains) - 1)
+        is_asked = gains[count] > others[-1]
+        sources.append(asked[index] if is_asked else own[index])
+        counts.append(count if is_asked else len(others) - 1)
+    return _Plan(sources, counts, prices)
 
 
 def drafted(step: Step, done: StepDone) -> dict[str, tuple[int, int]]:

@@ -13,10 +13,10 @@ from math import inf
 from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import LATELY_S, LOW_CLASS_STEP_S, FittedCost
+from kvrelay.engine.cost import LATELY_S, LOW_CLASS_STEP_S, DraftCosts, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.request import Refusal, SamplingParams
-from kvrelay.engine.scheduling.drafts import Draft, Drafts
+from kvrelay.engine.scheduling.drafts import NOT_MEASURED, Draft, Drafts
 from kvrelay.engine.scheduling.isolation import Isolation
 from kvrelay.engine.scheduling.selection import (
     LowClassRoom,
@@ -93,7 +93,6 @@ class Scheduler:
         self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
         self._drafting = Drafts.of(config)
-        self._draft_token_s = 0.0  # for `Drafts.plan`
 
     def add(self, seq: Sequence) -> None:
         seq.state = SeqState.WAITING
@@ -207,26 +206,24 @@ class Scheduler:
         prompt_budget: Callable[[float], int],
         cost: FittedCost,
         decode_s: float = 0.0,
-        row_weights: tuple[float, ...] = (),
+        draft_costs: DraftCosts = NOT_MEASURED,
         token_s: float = 0.0,
         computes_apart: Callable[[int, int], bool] = lambda _prompts, _decodes: False,
         low_class_room: LowClassRoom = room_for_all,
-        draft_token_s: float = 0.0,
     ) -> Step | None:
         """The next step; None: there is nothing to do, or a step is in flight that none follows.
         Decodes go first, then prompts: at most `prompt_budget` tokens where they would delay
         decodes, by how long a prompt has waited. `cost` is the measured cost of prompts; beside
         decodes, what they add to `decode_s`, the time of a step of decodes alone. token_s: of a
-        prompt, all in all; 0: not measured yet. row_weights and draft_token_s: as of
-        `Drafts.plan`; `computes_apart`, `low_class_room`: as of `StepTiming`."""
+        prompt, all in all; 0: not measured yet. draft_costs, `computes_apart`, `low_class_room`: as
+        of `StepTiming`."""
         if len(self.in_flight) > self.config.steps_ahead or not self.running:
             return None  # as after most messages
         under_way = self._isolation.is_under_way
         if self.in_flight if under_way else self.is_paused:
             return None
-        self._draft_token_s = draft_token_s
         if self.in_flight:
-            return self._follow(*self.in_flight[0], row_weights, low_class_room, now)
+            return self._follow(*self.in_flight[0], draft_costs, low_class_room, now)
         self._make_room_for_growth()
         if self._isolation.is_under_way and (apart := self._step_apart()) is not None:
             return apart
@@ -257,11 +254,12 @@ class Scheduler:
             return None
         step = Step(self._next_step_id, [self._share(seq, count) for seq, count in chosen])
         if len(chosen) == len(decodes) == len(running):
-            drafts = self._drafts(decodes, row_weights)
+            drafts = self._drafts(decodes, draft_costs)
             is_short = decodes[0].is_low and now - self._interactive_at <= LATELY_S
+            step.makes_slots = self._drafting.makes_slots(len(decodes))
             if drafts is not None:
-                for share, draft in zip(step.seqs, drafts, strict=True):
-                    share.draft_tokens, share.num_drafts = draft
+                for seq, share, draft in zip(decodes, step.seqs, drafts, strict=True):
+                    share.draft_tokens, share.num_drafts = self._fitting(seq, draft)
             elif self.config.steps_ahead:
                 step.may_be_followed = not is_short and may_be_followed(decodes)
             elif not is_short:
@@ -361,7 +359,7 @@ class Scheduler:
         self,
         step: Step,
         in_step: list[Sequence],
-        row_weights: tuple[float, ...],
+        draft_costs: DraftCosts,
         low_class_room: LowClassRoom,
         now: float,
     ) -> Step | None:
@@ -373,7 +371,7 @@ class Scheduler:
         found = followers(step, in_step, running, self.config)
         if not found:
             return None
-        if self._drafts([seq for seq, _ in found], row_weights) is not None:
+        if self._drafts([seq for seq, _ in found], draft_costs) is not None:
             self._awaited = step.step_id
             return None
         if not all(self.kv.grow(seq, index is not None) for seq, index in found):
@@ -443,8 +441,9 @@ class Scheduler:
                         before, accepted = seq.drafts, len(sampled.more)
                         seq.drafts = before[0] + accepted, before[1] + computed - accepted
                     seq.forced = sampled.forced
-                    if len(sampled.more) < share.most_drafts:  # it did not fill its block
-                        for block in share.block_ids[windows.row(share.start)]:
+                    if len(sampled.more) < share.most_drafts:  # it did not fill all its blocks
+                        first, end = windows.full(seq.num_computed), windows.full(share.end)
+                        for block in share.block_ids[first:end]:
                             self.kv.checksums.pop(block, None)
                 if seq.num_sealed < windows.full(seq.num_computed):
                     self.kv.seal_computed(seq)
@@ -493,16 +492,23 @@ class Scheduler:
             s.num_to_compute for s in self.waiting if not s.is_remote
         )
 
-    def _drafts(
-        self, decodes: list[Sequence], row_weights: tuple[float, ...]
-    ) -> list[Draft] | None:
+    def _drafts(self, decodes: list[Sequence], costs: DraftCosts) -> list[Draft] | None:
         """Plans as `Drafts.plan` does. None if it is not worth it, or may not be."""
-        if not self._drafting.is_worth_it(decodes, row_weights):
+        if not self._drafting.is_worth_it(decodes, costs):
             return None
-        rooms = draft_rooms(decodes, self.config)
-        if not rooms:
-            return None
-        return self._drafting.plan(decodes, rooms, row_weights, self._draft_token_s)
+        rooms = draft_rooms(decodes, self.config, self._drafting.max_drafts)
+        return self._drafting.plan(decodes, rooms, costs) if any(rooms) else None
+
+    def _fitting(self, seq: Sequence, draft: Draft) -> Draft:
+        """`draft` in the blocks of `seq`; it gets more for that where others do not wait for them,
+        and the next tokens of all will find some."""
+        count = draft.num_asked or len(draft.tokens)
+        if len(seq.tokens) + count > self.kv.num_covered(seq):
+            spare = self.kv.pool.num_free - self.num_admitted * self.kv.windows.count
+            if not self.lacks_room and spare > self.kv.windows.entries(count):
+                self.kv.grow(seq, count)
+            count = min(count, self.kv.num_covered(seq) - len(seq.tokens))
+        return Draft(draft.tokens[:count], min(count, draft.num_asked))
 
     def _make_room_for_growth(self) -> None:
         """A block for the newest token of every running sequence; preempts others for it."""

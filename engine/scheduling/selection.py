@@ -221,14 +221,17 @@ def repeats(decodes: Seq[Sequence], config: WorkerConfig) -> int:
     return max(1, min([least, *(tokens_to_report(seq, config) for seq in decodes)]))
 
 
-def draft_rooms(decodes: Seq[Sequence], config: WorkerConfig) -> list[int] | None:
-    """How many draft tokens each may get: with its last token they stay in one block, and the token
-    sampled after them is at most the last one that it may have. None: the logits of one sequence
-    are edited or reported."""
-    if not all(seq.sampling.is_plain(seq.num_output_tokens) for seq in decodes):
-        return None
-    size = config.block_size
-    return [min(-len(seq.tokens) % size, tokens_to_report(seq, config) - 1) for seq in decodes]
+def draft_rooms(decodes: Seq[Sequence], config: WorkerConfig, most: int) -> list[int]:
+    """How many draft tokens each may get, up to `most`: the token sampled after them is at most the
+    last one that it may have. None for those whose logits are edited or reported. With states, they
+    stay in the block of its last token: a block has the state of its last token only."""
+    rooms, size = [], config.block_size
+    for seq in decodes:
+        room = min(most, tokens_to_report(seq, config) - 1)
+        if config.has_states:
+            room = min(room, -len(seq.tokens) % size)
+        rooms.append(room if seq.sampling.is_plain(seq.num_output_tokens) else 0)
+    return rooms
 
 
 def may_be_followed(decodes: Seq[Sequence]) -> bool:

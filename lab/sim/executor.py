@@ -343,7 +343,9 @@ class SimExecutor:
         assert seq.context[start:end] == seq.tokens
         assert len(table) >= self.pool.entries(end)
         if seq.most_drafts:
-            assert start // size == (seq.end - 1) // size, "a draft leaves its block"
+            assert len(table) >= self.pool.entries(seq.end), "a draft leaves its blocks"
+            if self._attention.num_attending < self.pool.num_groups:
+                assert start // size == (seq.end - 1) // size, "a draft leaves its state's block"
         used = [block for block in table[: self.pool.entries(end)] if block >= 0]
         assert len(set(used)) == len(used), "a block twice in one table"
         writable = self.writable[Tier.DEVICE]

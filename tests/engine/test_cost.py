@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -13,10 +14,12 @@ from kvrelay.engine.cost import (
     MIN_SAMPLES,
     PROMPT_SHAPE,
     TOKENS_UNIT,
+    DraftCosts,
     FittedCost,
     StepTiming,
     blocks_worth_loading,
     decode_features,
+    draft_features,
     fitted_s,
     prompt_features,
 )
@@ -313,6 +316,36 @@ def test_drafts_are_said_to_take_their_time_and_rows_and_to_gain_passes() -> Non
     spent, _ = timing.draft_seconds(step, done, 0.4, 1)
     assert spent == pytest.approx(0.002 + 0.002, rel=0.02)
     assert timing_of().draft_seconds(step, done, 1.0, 3) == (0.0, 0.0)
+
+
+def test_what_a_drafter_takes_is_known_by_its_depths_after_few_steps() -> None:
+    """A beginning and a part for each depth, however many sequences share them; not of the first
+    step, which makes room for what it computes with."""
+    timing = timing_of()
+    assert timing.draft_costs() == DraftCosts()
+    for number, (depth, count) in enumerate([(4, 1), (3, 1), (1, 2), (6, 2), (2, 4), (5, 4)]):
+        seqs = [replace(share(100, 1), num_drafts=depth) for _ in range(count)]
+        draft_s = 0.0005 + 0.0007 * depth + (1.0 if number == 0 else 0.0)
+        timing.on_step(Step(number, seqs), 0.01 + draft_s, 1, 0, draft_s)
+        if number == 1:
+            first = fitted_s(timing.draft_costs().drafting, draft_features(3, 3))
+            assert first == pytest.approx(0.0026, rel=0.2)
+    drafting = timing.draft_costs().drafting
+    for depth, tokens in ((1, 1), (7, 7), (3, 12)):
+        seconds = fitted_s(drafting, draft_features(depth, tokens))
+        assert seconds == pytest.approx(0.0005 + 0.0007 * depth, rel=0.15)
+
+
+def test_the_error_of_a_row_shrinks_with_what_was_measured() -> None:
+    timing, errors = timing_of(), []
+    for number in range(64):
+        drafts = number % 5
+        seqs = [replace(share(100, 1), draft_tokens=[1] * drafts)]
+        timing.on_step(Step(number, seqs), 0.010 + 0.001 * drafts, 1)
+        errors.append(timing.draft_costs().error)
+    assert errors[0] == inf
+    assert errors[-1] < errors[15] / 2
+    assert errors[-1] < 0.3
 
 
 def asked(decodes_cost_s: float, count: int = 640, role: Role = Role.PREFILL) -> int:

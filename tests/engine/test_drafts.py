@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.engine.cost import DraftCosts
 from kvrelay.engine.scheduling.drafts import (
     MAX_ROW_COST,
     MAX_SLOWDOWN,
@@ -128,10 +129,10 @@ def looping(length: int = 40) -> Sequence:
     return sequence([1, 2, 3, 4, 5] * (length // 5), num_prompt_tokens=1)
 
 
-def weights(row: float, kv: float = 0.0) -> tuple[float, ...]:
+def weights(row: float, kv: float = 0.0, depth: float = 0.05, begin: float = 0.0) -> DraftCosts:
     """Describes passes whose rows each take so much of one with a single row; and what a full pool
-    adds for each."""
-    return (1.0 - row, 16.0 * row, 0.0, kv)
+    adds for each. depth, begin: of the executor's drafter, likewise."""
+    return DraftCosts((1.0 - row, 16.0 * row, 0.0, kv), (begin, depth, 0.0), 0.05)
 
 
 def counts(found: list[Draft] | None) -> list[int]:
@@ -213,7 +214,7 @@ def test_a_new_sequence_begins_with_the_acceptance_rate_of_the_others() -> None:
 
 
 def test_drafts_are_tried_before_costs_were_measured() -> None:
-    found: Any = drafter().plan([looping()], [7], ())
+    found: Any = drafter().plan([looping()], [7])
     assert counts(found)[0] > 0
 
 
@@ -225,23 +226,23 @@ def without_repetition() -> Sequence:
     return sequence(list(range(40)), num_prompt_tokens=1)
 
 
-def asked(made: Drafts, seq: Sequence, accepted: int, times: int, draft_s: float = 0.05) -> None:
+def asked(made: Drafts, seq: Sequence, accepted: int, times: int) -> None:
     """So many times the drafter is asked, and that many of its tokens are right."""
     for _ in range(times):
-        found = made.plan([seq], [7], weights(0.01), draft_s)
+        found = made.plan([seq], [7], weights(0.01))
         count = found[0].num_asked if found else 0
         made.on_verified(seq, [1] * (1 + min(accepted, count)), count)
 
 
 def test_a_drafter_is_asked_for_as_many_tokens_as_pay() -> None:
     made, seq = asking(), without_repetition()
-    first = made.plan([seq], [7], weights(0.01), 0.05)
+    first = made.plan([seq], [7], weights(0.01))
     assert first
     assert 0 < first[0].num_asked < 7, "half of them are expected to be right"
     asked(made, seq, accepted=7, times=30)
-    assert counts(made.plan([seq], [7], weights(0.01), 0.05)) == [7]
-    assert counts(made.plan([seq], [3], weights(0.01), 0.05)) == [3]
-    assert made.plan([seq], [7], weights(0.01), 0.9) is None, "it takes as long as the model"
+    assert counts(made.plan([seq], [7], weights(0.01))) == [7]
+    assert counts(made.plan([seq], [3], weights(0.01))) == [3]
+    assert made.plan([seq], [7], weights(0.01, depth=0.9)) is None, "it takes as long as the model"
 
 
 def test_a_drafter_that_is_wrong_is_asked_no_more_but_now_and_then() -> None:
@@ -249,7 +250,7 @@ def test_a_drafter_that_is_wrong_is_asked_no_more_but_now_and_then() -> None:
     asked(made, seq, accepted=0, times=20)
     tried = []
     for _ in range(400):
-        found = made.plan([seq], [7], weights(0.01), 0.2)
+        found = made.plan([seq], [7], weights(0.01, depth=0.2))
         tried.append(found is not None)
         made.on_verified(seq, [1], found[0].num_asked if found else 0)
     assert 1 < sum(tried) < 40
@@ -261,7 +262,7 @@ def test_a_drafter_that_was_slow_is_measured_again_now_and_then() -> None:
     asked(made, seq, accepted=7, times=30)
     tried = []
     for _ in range(250):
-        found = made.plan([seq], [7], weights(0.01), 0.9)
+        found = made.plan([seq], [7], weights(0.01, depth=0.9))
         tried.append(found is not None)
         count = found[0].num_asked if found else 0
         made.on_verified(seq, [1] * (1 + count if count else 8), count)  # or eight passes in a row
@@ -269,14 +270,120 @@ def test_a_drafter_that_was_slow_is_measured_again_now_and_then() -> None:
     assert 1 < sum(tried) < 25
 
 
-def test_of_n_grams_and_a_drafter_the_one_that_is_right_more_often_is_used() -> None:
+def test_of_n_grams_and_a_drafter_the_one_that_gains_more_is_used() -> None:
     made, seq = asking(), looping()
     trained(made, seq, accepted=True)
-    assert made.plan([seq], [5], weights(0.01), 0.05) == [Draft([1, 2, 3, 4, 5])]
+    assert made.plan([seq], [5], weights(0.01)) == [Draft([1, 2, 3, 4, 5])]
     other = asking()
     for _ in range(20):
-        other.plan([seq], [7], weights(0.001), 0.001)
+        other.plan([seq], [7], weights(0.001, depth=0.001))
         other.on_verified(seq, [99, 98, 97], 3)  # not what n-grams say, but what the drafter does
-    found = other.plan([seq], [5], weights(0.01), 0.05)
+    found = other.plan([seq], [5], weights(0.01))
     assert found
     assert found[0].num_asked > 0
+
+
+def accepting(made: Drafts, seq: Sequence, share: float) -> None:
+    """The drafter is right so often, as far as `made` knows."""
+    made._asked_rates[seq] = share
+
+
+def several(made: Drafts, count: int, share: float, make: Any) -> list[Sequence]:
+    seqs = [make() for _ in range(count)]
+    for seq in seqs:
+        accepting(made, seq, share)
+    return seqs
+
+
+def test_n_grams_are_offered_where_the_drafter_is_right_more_often_but_too_dear() -> None:
+    made = asking()
+    seqs = several(made, 4, 0.6, looping)
+    found = made.plan(seqs, [7] * 4, weights(0.02, depth=0.5, begin=0.5))
+    assert found
+    assert all(draft.tokens and not draft.num_asked for draft in found)
+    cheap = made.plan(seqs, [7] * 4, weights(0.02, depth=0.001))
+    assert cheap
+    assert all(draft.num_asked for draft in cheap)
+
+
+def test_a_pass_of_the_drafter_is_shared_by_all_sequences() -> None:
+    """What does not pay for one does for four; what each token costs does not."""
+    made = asking()
+    seqs = several(made, 4, 0.6, without_repetition)
+    costs = weights(0.01, depth=0.4, begin=0.05)
+    assert made.plan(seqs[:1], [7], DraftCosts(costs.rows, (0.1, 0.6, 0.0), 0.05)) is None
+    found = made.plan(seqs, [7] * 4, weights(0.01, depth=0.4, begin=0.05))
+    assert found
+    assert {draft.num_asked for draft in found} != {0}
+    each = DraftCosts(costs.rows, (0.0, 0.0, 16 * 0.6), 0.05)
+    assert made.plan(seqs, [7] * 4, each) is None
+
+
+def test_both_sources_may_have_a_part_in_one_pass() -> None:
+    made = asking()
+    repeating, other = looping(), without_repetition()
+    trained(made, repeating, accepted=True)
+    asked(made, other, accepted=7, times=30)
+    accepting(made, repeating, 0.3)
+    first, second = made.plan([repeating, other], [7, 7], weights(0.01)) or []
+    assert first.tokens
+    assert second.num_asked > 0
+
+
+def test_with_sixteen_sequences_the_drafter_is_not_asked_and_keeps_nothing_after_a_while() -> None:
+    made = asking()
+    seqs = several(made, 16, 0.5, without_repetition)
+    assert made.makes_slots(16)
+    for _ in range(12):
+        assert made.plan(seqs, [7] * 16, weights(0.04)) is None
+        for seq in seqs:
+            made.on_verified(seq, [1])
+    assert not made.makes_slots(16)
+    assert made.makes_slots(1)
+    asked(made, seqs[0], accepted=3, times=1)
+    assert made.makes_slots(16), "once it is asked again"
+
+
+def test_what_a_new_worker_has_not_measured_yet_is_tried_with_up_to_four_sequences() -> None:
+    for count, is_asked in ((1, True), (2, True), (4, True), (16, False)):
+        made = asking()
+        seqs = several(made, count, 0.5, without_repetition)
+        found = made.plan(seqs, [7] * count, DraftCosts((0.01, 0.005, 0.0, 0.0)))
+        assert (found is not None) == is_asked, count
+
+
+def test_the_less_exactly_costs_are_known_the_more_drafts_have_to_gain() -> None:
+    exact, rough = weights(0.13), weights(0.13)._replace(error=0.4)
+    seq, made = looping(), drafter()
+    counts_of = [sum(counts(made.plan([seq], [7], costs))) for costs in (exact, rough)]
+    assert counts_of[0] > counts_of[1]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(0, 7)), min_size=1, max_size=5),
+    st.floats(0.0, 0.3),
+    st.floats(0.0, 0.3),
+    st.floats(0.0, 0.3),
+)
+def test_a_plan_yields_more_for_its_time_than_a_pass_without_drafts(
+    each, row, depth, begin
+) -> None:
+    """And never more than it has room for."""
+    made = asking()
+    seqs = [without_repetition() for _ in each]
+    for seq, (share, _) in zip(seqs, each, strict=True):
+        accepting(made, seq, share)
+    rooms = [room for _, room in each]
+    costs = weights(row, depth=depth, begin=begin)
+    found = made.plan(seqs, rooms, costs)
+    if found is None:
+        return
+    numbers = [draft.num_asked for draft in found]
+    assert all(number <= room for number, room in zip(numbers, rooms, strict=True))
+    pass_s = 1.0 - row + len(seqs) * row
+    tokens = sum(
+        sum(share**at for at in range(1, number + 1))
+        for (share, _), number in zip(each, numbers, strict=True)
+    )
+    cost = (sum(numbers) * min(row, MAX_ROW_COST * pass_s) + begin + depth * max(numbers)) / pass_s
+    assert tokens / len(seqs) > cost

@@ -39,6 +39,7 @@ class Drafting(World):
 
     def __init__(self, max_drafts: int, **options: Any) -> None:
         self.drafts: list[tuple[int, int]] = []
+        self.num_crossing = 0  # drafts that go on in the next block
         super().__init__(num_speculative_tokens=max_drafts, **{"num_blocks": 200, **options})
 
     def next_token(self, tokens: list[int]) -> int:
@@ -53,7 +54,8 @@ class Drafting(World):
                 assert sampled is not None
                 assert (step.repeats, len(seq.tokens), seq.sample) == (1, 1, True)
                 last = seq.start + len(seq.draft_tokens)
-                assert last // BLOCK_SIZE == seq.start // BLOCK_SIZE, "it leaves its block"
+                assert last // BLOCK_SIZE < len(seq.block_ids), "it leaves its blocks"
+                self.num_crossing += last // BLOCK_SIZE > seq.start // BLOCK_SIZE
                 num_output = len(seq.context) - seq.num_prompt_tokens
                 assert 0 < num_output < seq.sampling.max_tokens - len(seq.draft_tokens)
                 self.drafts.append((len(seq.draft_tokens), len(sampled.more)))
@@ -122,6 +124,42 @@ def test_where_logits_are_edited_there_are_no_drafts() -> None:
     assert world.drafts == []
 
 
+def test_others_get_drafts_beside_a_request_whose_logits_are_edited() -> None:
+    drafted: dict[str, int] = {}
+
+    class Noting(Drafting):
+        def run(self, node: str, step: Step) -> StepDone:
+            for seq in step.seqs if len(step.seqs) > 1 else ():
+                drafted[seq.request_id] = drafted.get(seq.request_id, 0) + len(seq.draft_tokens)
+            return super().run(node, step)
+
+    world = Noting(7)
+    for index, prompt in enumerate(PROMPTS.values()):
+        edited = {"presence_penalty": 0.5} if index == 0 else {}
+        world.submit(f"r{index}", prompt, 60, remote=False, sampling=edited)
+        world.step()
+    while world.step():
+        world.assert_checksums()
+    for index, prompt in enumerate(PROMPTS.values()):
+        assert world.output(f"r{index}", prompt) == reference(prompt, 60)
+    assert drafted.pop("r0#0") == 0
+    assert min(drafted.values()) > 10
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_draft_goes_on_in_a_new_block_where_the_pool_has_one_to_spare(has_room: bool) -> None:
+    """Nobody is preempted for it, and what it has filled has its checksum at once."""
+    world = Drafting(7, num_blocks=200 if has_room else 18, prefill_blocks=10)
+    prompt = [1, 20, 21, 22] * 3
+    world.submit("r0", prompt, 52, remote=False)
+    while world.step():
+        world.assert_checksums()
+    assert world.output("r0", prompt) == reference(prompt, 52)
+    assert (world.num_crossing > 2) == has_room or not has_room
+    assert world.decode.core.scheduler.num_preemptions == 0
+    world.assert_idle()
+
+
 def test_drafts_in_a_small_pool_are_preempted_and_finish_right() -> None:
     num_preemptions = 0
     for seed in range(6):
@@ -143,7 +181,12 @@ def test_drafts_in_a_small_pool_are_preempted_and_finish_right() -> None:
 
 
 def test_with_a_window_drafts_give_the_same_tokens() -> None:
-    one, many = (serve(Drafting(count, window=9, sinks=2)) for count in (0, 7))
+    class Windowed(Drafting):
+        def next_token(self, tokens: list[int]) -> int:
+            return talked([*tokens[:2], *tokens[-9:]])
+
+    one, many = (serve(Windowed(count, window=9, sinks=2)) for count in (0, 7))
+    assert many.num_crossing > 3
     assert any(accepted for _, accepted in many.drafts)
     for name, prompt in PROMPTS.items():
         assert many.output(name, prompt) == one.output(name, prompt)

@@ -11,12 +11,10 @@ import torch
 from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
 from kvrelay.engine.model.checkpoint.names import table_and_head
 from kvrelay.engine.model.config import ModelConfig
-from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MTP, OWN, DraftConfig
+from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MTP, PREFIXES, DraftConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import LayerWeights
-
-PREFIXES = {OWN: "layer.", EAGLE: "layers.0.", EAGLE3: "midlayer."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,7 @@ class DraftWeights:
     blocks: tuple[tuple[Any, ...], ...] = ()  # Medusa's, of each head
     norms_states: bool = False  # hidden states are read behind the model's last norm
     is_fused: bool = False  # `fc` makes one state of three, and the layer reads it beside the token
+    adds_normed: bool = False  # where it is: the layer adds to the normed state
     fc: Any = None
     table: Any = None
     embed_norm: torch.Tensor | None = None
@@ -108,6 +107,10 @@ def _eagle(
     kv = layer.num_kv_heads * layer.head_dim
     sizes = {"q": layer.num_heads * layer.head_dim, "k": kv, "v": kv}
     qkv = torch.cat([rows(f"self_attn.{name}_proj", count) for name, count in sizes.items()])
+    biases = None
+    if layer.attention_bias:
+        names = [(f"{prefix}self_attn.{name}_proj.bias", count) for name, count in sizes.items()]
+        biases = torch.cat([checkpoint.get(*each) for each in names])
     out = checkpoint.get(f"{prefix}self_attn.o_proj.weight", hidden, sizes["q"])
     gate_up = torch.cat([rows(f"mlp.{name}_proj", width) for name in ("gate", "up")])
     down = checkpoint.get(f"{prefix}mlp.down_proj.weight", hidden, width)
@@ -126,12 +129,13 @@ def _eagle(
         tokens=tokens,
         norms_states=kind == EAGLE,
         is_fused=is_fused,
+        adds_normed=config.adds_normed,
         fc=ops.matrix(fc, bias, "draft_fc"),
         table=table,
         embed_norm=input_norm if is_fused else norm("embed_norm"),
         state_norm=norm(f"{prefix}hidden_norm") if is_fused else norm("hidden_norm"),
         input_norm=None if is_fused else input_norm,
-        qkv=ops.qkv(qkv, None, 0),
+        qkv=ops.qkv(qkv, biases, 0),
         out=ops.matrix(out, None, "out"),
         mlp_norm=mlp_norm,
         gate_up=ops.gated_matrix(gate_up, "gate_up"),

@@ -20,8 +20,18 @@ from kvrelay.engine.cache_dir import file_digest
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.fields import count, number, read_json
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
-from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig, Rope
-from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MODEL, MTP, OWN, DraftConfig
+from kvrelay.engine.model.checkpoint.rope import read_rope
+from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig
+from kvrelay.engine.model.draft_config import (
+    EAGLE,
+    EAGLE3,
+    MEDUSA,
+    MODEL,
+    MTP,
+    OWN,
+    PREFIXES,
+    DraftConfig,
+)
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.support import Trait, drafter_of, model_traits, refusal_of
 
@@ -89,15 +99,11 @@ def _head(path: Path, kind: str, model: ModelConfig, shapes: Shapes) -> DraftCon
             f"engine.drafter {path}: fc.weight has shape {shapes.get('fc.weight')},"
             f" {(hidden, wide * hidden)} is needed"
         )
-    layers = _layer_config(raw, model, hidden, heads)
-    last = model.num_layers - 1
-    # EAGLE-3 reads what comes into layers 2, n // 2 and n - 3.
-    captured = (1, model.num_layers // 2 - 1, last - 3) if kind == EAGLE3 else (last,)
-    if min(captured) < 0:
-        raise ModelError(
-            f"engine.drafter {path}: EAGLE-3 reads three layers' inputs, the model has only"
-            f" {model.num_layers} layers"
-        )
+    _check_unread(path, kind, raw, shapes)
+    bias = f"{PREFIXES[kind]}self_attn.q_proj.bias" in shapes
+    layers = _layer_config(raw, model, hidden, heads, bias)
+    last = (model.num_layers - 1,)
+    captured = _inputs_read(path, raw, model.num_layers) if kind == EAGLE3 else last
     vocab = raw.get("draft_vocab_size") or 0
     if vocab and vocab != model.vocab_size and shapes.get("d2t") != (vocab,):
         raise ModelError(
@@ -106,15 +112,50 @@ def _head(path: Path, kind: str, model: ModelConfig, shapes: Shapes) -> DraftCon
         )
     norm_inputs = kind == OWN and bool(raw.get("norm_inputs", True))
     vocab = vocab if "d2t" in shapes else 0
-    return DraftConfig(kind, path, layers, captured, hidden, vocab, norm_inputs)
+    adds_normed = kind == EAGLE3 and bool(raw.get("norm_before_residual"))
+    return DraftConfig(kind, path, layers, captured, hidden, vocab, norm_inputs, adds_normed)
+
+
+def _inputs_read(path: Path, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers whose outputs are the three that EAGLE-3 reads: what comes into layers 2, n // 2
+    and n - 3, where its configuration names no others."""
+    own = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    own = own or raw.get("eagle_aux_hidden_state_layer_ids")
+    inputs = sorted(own) if own else [2, num_layers // 2, num_layers - 3]
+    if len({*inputs}) == len(inputs) == 3 and min(inputs) >= 1 and max(inputs) <= num_layers:
+        return tuple(at - 1 for at in inputs)
+    raise ModelError(
+        f"engine.drafter {path}: EAGLE-3 reads what comes into three layers from 1 on, which are"
+        f" {inputs} here (eagle_aux_hidden_state_layer_ids); the model has {num_layers} layers"
+    )
+
+
+def _check_unread(path: Path, kind: str, raw: Mapping[str, Any], shapes: Shapes) -> None:
+    """Raises ModelError for what would be left out, so that the head would draft badly."""
+    prefix = PREFIXES[kind]
+    known = {"fc.weight", "fc.bias", "embed_tokens.weight", "lm_head.weight", "norm.weight"}
+    known |= {"d2t", "t2d", *(("embed_norm.weight", "hidden_norm.weight") if kind == OWN else ())}
+    of_layer = ["input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"]
+    of_layer += ["mlp.down_proj", *(f"self_attn.{name}_proj" for name in "qkvo")]
+    of_layer += ["hidden_norm"] if kind == EAGLE3 else []
+    known |= {f"{prefix}{name}.weight" for name in of_layer}
+    known |= {f"{prefix}self_attn.{name}_proj.bias" for name in "qkv"}
+    unread = sorted(n for n in shapes if n not in known and not n.endswith("inv_freq"))
+    fields = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if raw.get(name)]
+    if raw.get("hidden_act", "silu") != "silu":
+        fields.append(f"hidden_act {raw['hidden_act']}")
+    if unread or fields:
+        raise ModelError(
+            f"engine.drafter {path}: this head has what is not known of {kind}:"
+            f" {', '.join([*fields, *unread][:8])}"
+        )
 
 
 def _layer_config(
-    raw: Mapping[str, Any], model: ModelConfig, hidden: int, heads: int
+    raw: Mapping[str, Any], model: ModelConfig, hidden: int, heads: int, bias: bool
 ) -> ModelConfig:
-    rope = raw.get("rope_parameters") or raw
     head_dim = count(raw, "head_dim", hidden // heads)
-    theta = number(rope, "rope_theta", model.ropes[0].theta if model.ropes else 1e4)
+    rope = read_rope(raw, head_dim, model.ropes[0].theta if model.ropes else 1e4)
     return ModelConfig(
         architecture="drafter",
         num_layers=1,
@@ -125,9 +166,9 @@ def _layer_config(
         intermediate_size=count(raw, "intermediate_size"),
         vocab_size=model.vocab_size,
         rms_norm_eps=number(raw, "rms_norm_eps", model.rms_norm_eps),
-        ropes=(Rope(theta, head_dim),),
+        ropes=(rope,),
         tie_word_embeddings=False,
-        attention_bias=False,
+        attention_bias=bias,
         output_bias=False,
         qk_norm=False,
         max_position_embeddings=model.max_position_embeddings,

@@ -13,7 +13,7 @@ import torch
 from kvrelay.engine.model.batch import Limits
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
-from kvrelay.engine.model.cpu.recurrent import described_matrix
+from kvrelay.engine.model.cpu.recurrent import address, described_matrix
 from kvrelay.engine.model.cpu.step import CpuDecode
 from kvrelay.engine.model.weights import (
     AttentionWeights,
@@ -37,13 +37,12 @@ class CpuDraft(CpuDecode):
         num_threads: int,
         attention: CpuAttention,
         weights: Any,
-        model: tuple[Weights, float],
+        model: tuple[Weights, ModelConfig],
         buffer: Any,
     ) -> None:
-        """config: of the head's layer; weights: `DraftWeights` whose norms are all there; model:
-        its weights, and what embeddings are multiplied by."""
-        served, scale = model
-        layer = LayerWeights(
+        """config: of the head's layer; weights: `DraftWeights`; model: what is drafted for."""
+        served, of = model
+        layer = weights.layer or LayerWeights(
             input_norm=weights.input_norm,
             attention=AttentionWeights(weights.qkv, None, None, weights.out),
             attention_out_norm=None,
@@ -56,31 +55,45 @@ class CpuDraft(CpuDecode):
         table = served.table if weights.table is None else weights.table
         own = Weights(table, (layer,), weights.norm, head)
         super().__init__(config, limits, library, num_threads, attention, own, buffer)
-        self._vocab, self._known, self._fused = config.vocab_size, weights.tokens, weights.fc
+        self._vocab, self._known = config.vocab_size, weights.tokens
         request = self._request
-        request.embed_scale, request.burst_s = scale, NO_LIMIT_S
-        request.fc, request.vocab = described_matrix(weights.fc), self._vocab
-        request.embed_norm = weights.embed_norm.data_ptr()
-        request.state_norm = weights.state_norm.data_ptr()
+        request.embed_scale, request.burst_s, request.softcap = (
+            of.embed_scale,
+            NO_LIMIT_S,
+            of.logits_softcap,
+        )
+        request.vocab, request.adds_normed = self._vocab, weights.adds_normed
+        request.leaves_normed = weights.layer is not None
+        if not weights.is_fused:
+            request.fc = described_matrix(weights.fc)
+        request.embed_norm = address(weights.embed_norm)
+        request.state_norm = address(weights.state_norm)
         if self._known is not None:
             request.known = self._known.data_ptr()
 
     def propose(
         self, shares: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], states: torch.Tensor
     ) -> list[list[int]]:
-        """As many tokens after each of `shares`, which have one, as all of them ask for."""
-        count = len(shares)
+        """As many tokens after each of `shares`, which have one, as it asks for. All take part in
+        as many passes as the one that asks for most: what the others draw then is cut off, and they
+        stay at their last positions."""
+        counts = [min(share.num_drafts, self._limits.block_size) for share in shares]
+        last = [share.start + count - 1 for share, count in zip(shares, counts, strict=True)]
+        self._last = np.array(last, np.int64)
         self._give(states)
         if self._known is not None:
-            self._request.whole = self._buffer("whole", count, self._vocab).data_ptr()
-        step = Step(0, [*shares], repeats=shares[0].num_drafts)
+            self._request.whole = self._buffer("whole", len(shares), self._vocab).data_ptr()
+        step = Step(0, [*shares], repeats=max(counts))
         for share in shares:
             share.num_drafts = 0
+        self._request.last_positions = self._last.ctypes.data
         found = self.execute(step, tables)
         assert found is not None
-        return [
-            [token for token in (each.token, *each.more) if token != NO_TOKEN] for each in found
-        ]
+        drafts = [(each.token, *each.more)[:n] for each, n in zip(found, counts, strict=True)]
+        return [[token for token in draft if token != NO_TOKEN] for draft in drafts]
+
+    def _most(self, step: Step) -> int:
+        return step.repeats
 
     def keep(
         self, shares: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], states: torch.Tensor

@@ -303,7 +303,7 @@ class CpuDecode:
         self._request = _Decode(
             layers=ctypes.addressof(layers),
             table=weights.table.data_ptr(),
-            norm=weights.norm.data_ptr(),
+            norm=address(weights.norm),
             num_layers=len(layers),
             num_captured=len(captures),
             block_size=limits.block_size,

@@ -87,6 +87,7 @@ class Straight:
 
     def __init__(self, model: Any, kind: str, tensors: dict[str, torch.Tensor]) -> None:
         self.kind, self.t = kind, tensors
+        self.adds_normed = False  # EAGLE-3's `norm_before_residual`
         self.model = model
         self.outputs: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.model.model.layers):
@@ -133,14 +134,17 @@ class Straight:
         if self.kind == "eagle3":
             hidden = states
             embedded = self._norm(embedded, prefix + "input_layernorm")
-            x = torch.cat((embedded, self._norm(states, prefix + "hidden_norm")), dim=1)
+            normed = self._norm(states, prefix + "hidden_norm")
+            hidden = normed if self.adds_normed else states
+            x = torch.cat((embedded, normed), dim=1)
         elif self.kind == "own":
             pair = self._norm(embedded, "embed_norm"), self._norm(states, "hidden_norm")
             hidden = torch.cat(pair, dim=1) @ self.t["fc.weight"].T
             x = self._norm(hidden, prefix + "input_layernorm")
         else:
             x = hidden = torch.cat((embedded, states), dim=1) @ self.t["fc.weight"].T
-        parts = [x @ self.t[f"{prefix}self_attn.{n}_proj.weight"].T for n in "qkv"]
+        names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+        parts = [F.linear(x, self.t[f"{n}.weight"], self.t.get(f"{n}.bias")) for n in names]
         q, k, v = (part.unflatten(1, (-1, DIM)).transpose(0, 1) for part in parts)
         q, k = self._rotated(q), self._rotated(k)
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, 0) for each in (k, v))

@@ -15,7 +15,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
-from tests.engine.model.heads import Straight, make_head
+from tests.engine.model.heads import DIM, HEADS, KV_HEADS, Straight, make_head
 from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import Talk
 from tests.engine.model.tiny import tokens_of
@@ -39,6 +39,7 @@ class Drafting:
         options["num_blocks"] *= len(self._groups)
         self.runner = model_runner(path, drafter=str(drafter), **options)
         self.proposed: list[list[int]] = []
+        self.makes_slots, self.crosses = True, False
         if drafter:
             inner = self.runner._drafter.draft
 
@@ -54,13 +55,14 @@ class Drafting:
             talk.next(count) for talk, count in zip(talks, counts or [None] * 9, strict=False)
         ]
         for talk, share in zip(talks, shares, strict=True):
-            room = -len(talk.tokens) % 16
+            room = num_drafts if self.crosses else -len(talk.tokens) % 16
             if share.sample and len(share.tokens) == 1 and talk.output:
                 share.num_drafts = min(num_drafts, room)
         for share in shares:  # a block of each group of layers where it has one
             table = [b + g * self._num_blocks for b in share.block_ids for g in self._groups]
-            share.block_ids = table
-        done = self.runner.execute(Step(0, shares, repeats=repeats))
+            share.block_ids, share.request_id = table, f"r{share.block_ids[0]}"
+        step = Step(0, shares, repeats=repeats, makes_slots=self.makes_slots)
+        done = self.runner.execute(step)
         assert not done.failed
         for talk, share, sampled in zip(talks, shares, done.sampled, strict=True):
             talk.take(share, sampled)
@@ -90,6 +92,28 @@ def reference(llama8):
 @pytest.fixture(scope="module")
 def expected(llama8) -> list[list[int]]:
     return spoken(Drafting(llama8), talks(GREEDY, DRAWN, HOT))
+
+
+def test_what_an_eagle3_head_may_state_beside_is_computed(llama8, reference, tmp_path):
+    """Other layers, biases, and a residual that begins normed."""
+    width = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
+    biases = {
+        f"midlayer.self_attn.{name}_proj.bias": torch.linspace(-2, 2, count)
+        for name, count in width.items()
+    }
+    tensors = make_head(tmp_path, "eagle3", tensors=biases, norm_before_residual=True)
+    world, straight = Drafting(llama8, tmp_path), Straight(reference, "eagle3", tensors)
+    talk, differ = Talk(PROMPTS[0], BLOCKS[0]), 0
+    world.step(talk)
+    for _ in range(4):
+        known = list(talk.tokens)
+        world.step(talk, num_drafts=4)
+        count = len(world.proposed[-1])
+        straight.adds_normed = False
+        differ += straight.drafts(known, count) != world.proposed[-1]
+        straight.adds_normed = True
+        assert world.proposed[-1] == straight.drafts(known, count)
+    assert differ, "it shows in what is drafted"
 
 
 @pytest.mark.slow
@@ -155,20 +179,83 @@ def test_a_prefix_hit_goes_on_as_if_all_had_been_computed(kind, kv_dtype, llama8
 
 
 def check_that_it_goes_on(cold: Drafting, warm: Drafting, prompt: list[int]) -> None:
-    """`warm` has the blocks of `prompt` that `cold` has computed, in other places."""
+    """`warm` has the full blocks of `prompt` that `cold` has computed, in other places."""
     first = Talk(prompt, [*BLOCKS[0], 12, 13], DRAWN)
     while len(first.output) < 8:
         cold.step(first, num_drafts=3)
-    for at, block in enumerate(BLOCKS[0][:3]):
+    num_full = first.num_computed // 16
+    for at, block in enumerate(BLOCKS[0][:num_full]):
         warm.runner.kv_pool[at] = cold.runner.kv_pool[block]
     second = Talk(first.tokens, [0, 1, 2, 3, 5, 6], DRAWN)
-    second.prompt, second.num_computed, at = first.prompt, first.num_computed, len(cold.proposed)
+    second.prompt, second.num_computed, at = first.prompt, num_full * 16, len(cold.proposed)
+    warm.step(second, counts=[first.num_computed - second.num_computed])
     for _ in range(6):
         cold.step(first, num_drafts=3)
         warm.step(second, num_drafts=3)
     assert warm.proposed == cold.proposed[at:]
     assert any(warm.proposed)
     assert second.tokens == first.tokens
+
+
+@pytest.mark.parametrize("kind", ["own", "eagle3", "medusa", "model"])
+def test_a_drafter_that_was_left_out_is_asked_again_and_no_token_changes(
+    kind, llama8, expected, tmp_path
+):
+    """Full blocks of that time have no slots; the last one is caught up."""
+    if kind != "model":
+        make_head(tmp_path, kind)
+    world, several = (
+        Drafting(llama8, llama8 if kind == "model" else tmp_path),
+        talks(GREEDY, DRAWN, HOT),
+    )
+    world.makes_slots = False
+    for _ in range(4):
+        world.step(*several)
+    world.makes_slots = True
+    assert spoken(world, several, num_drafts=3) == expected
+    assert any(world.proposed)
+
+
+def test_drafts_of_any_lengths_take_as_many_passes_as_the_longest(llama8, tmp_path):
+    make_head(tmp_path, "own")
+    world = Drafting(llama8, tmp_path)
+    several = talks(GREEDY, GREEDY, GREEDY)
+    world.step(*several)
+    whole, alone = world.runner._drafter._whole, []
+    passes, execute = [], whole.execute
+    whole.execute = lambda step, tables: passes.append(step.repeats) or execute(step, tables)
+    shares = [talk.next() for talk in several]
+    tables = [np.array(share.block_ids) for share in shares]
+    for lengths in ((7, 2, 4), (7, 7, 7)):
+        for share, length in zip(shares, lengths, strict=True):
+            share.num_drafts = length
+        alone.append(world.runner._drafter.draft(shares, tables))
+    assert passes == [7, 7]
+    short, long = alone
+    assert [len(draft) for draft in short] == [7, 2, 4]
+    assert short == [draft[:n] for draft, n in zip(long, (7, 2, 4), strict=True)]
+
+
+def test_a_draft_goes_on_in_the_next_block(llama8, tmp_path):
+    """Its own slots there, and of the block before, are those of the definition."""
+    for kind in ("own", "model"):
+        source = llama8 if kind == "model" else tmp_path
+        if kind != "model":
+            make_head(tmp_path, kind)
+        world = Drafting(llama8, source)
+        talk = Talk(PROMPTS[0][:29], BLOCKS[0])
+        world.step(talk)
+        world.crosses = True
+        while len(talk.tokens) < 44:
+            world.step(talk, num_drafts=5)
+        plain = Talk(PROMPTS[0][:29], BLOCKS[0])
+        other = Drafting(llama8)
+        while len(plain.tokens) < len(talk.tokens):
+            other.step(plain)
+        assert talk.tokens == plain.tokens[: len(talk.tokens)]
+        if kind == "model":
+            assert [len(draft) for draft in world.proposed] == [5] * len(world.proposed)
+            assert len(world.proposed) == 3, "all are right, in the next block too"
 
 
 def test_passes_in_a_row_leave_what_single_ones_do(llama8, tmp_path, monkeypatch):
@@ -205,6 +292,27 @@ def test_every_byte_of_a_drafter_is_in_the_checksum(llama8, tmp_path):
     names = {fingerprint(b"m", spec), fingerprint(b"m", replace(spec, drafter="x"))}
     plain = read_config(llama8).kv_spec(16, "float32")
     assert len(names | {fingerprint(b"m", plain)}) == 3
+
+
+def test_a_head_that_is_known_in_part_only_is_refused_by_the_names_of_the_rest(llama8, tmp_path):
+    config = read_config(llama8)
+    make_head(tmp_path, "eagle3", tensors={"midlayer.mlp.up_proj.bias": torch.zeros(1)})
+    with pytest.raises(ModelError, match=r"midlayer\.mlp\.up_proj\.bias"):
+        read_drafter(str(tmp_path), config)
+    for field, value in (("norm_before_fc", True), ("hidden_act", "gelu")):
+        make_head(tmp_path, "eagle3", **{field: value})
+        with pytest.raises(ModelError, match=field):
+            read_drafter(str(tmp_path), config)
+    make_head(tmp_path, "eagle3", eagle_config={"eagle_aux_hidden_state_layer_ids": [3, 8, 5]})
+    assert read_drafter(str(tmp_path), config).captured == (2, 4, 7)
+    make_head(tmp_path, "eagle3", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4, 9]})
+    with pytest.raises(ModelError, match="eagle_aux_hidden_state_layer_ids"):
+        read_drafter(str(tmp_path), config)
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    make_head(tmp_path, "eagle3", rope_scaling=scaling, norm_before_residual=True)
+    found = read_drafter(str(tmp_path), config)
+    assert found.adds_normed
+    assert found.layers.ropes[0].scaling.factor == 4.0
 
 
 def test_what_is_no_drafter_of_the_model_is_refused_with_what_is_wrong(llama8, tmp_path):

@@ -82,6 +82,7 @@ typedef struct {
     const TermRows *terms; /* [num_terms], the step's last rows, in order */
     int64_t num_terms, at;    /* at: which of the whole step's rows is the first of these */
     float *captured; /* [captured layers, rows, width]: their outputs; NULL: none is wanted */
+    const float *paired; /* [rows, 2 * width]: what the first layer projects in place of hidden rows, or NULL */
     float eps;
     int32_t activation, threads;
 } Step;
@@ -131,8 +132,12 @@ typedef struct {
     float embed_scale, softcap;
     int32_t bf16_table;
     /* Of a drafter's head, where `before` is not NULL. Its layer's input is `fc` of a token's embedding
-     * and the hidden state before it, each normed; a pass leaves its own states for the next. */
-    int32_t keeps_only; /* keys and values of the rows are written, no more */
+     * and the hidden state before it, each normed where there is a norm for it; a pass leaves its own
+     * states for the next. Without `fc` the state is the layer's input, and it projects both. */
+    int32_t keeps_only;   /* keys and values of the rows are written, no more */
+    int32_t adds_normed;  /* without `fc`: the layer adds to the normed state */
+    int32_t leaves_normed; /* a pass leaves states behind the last norm */
+    const int64_t *last_positions; /* [num_seqs]: no pass of it goes beyond; what it draws then is nothing */
     Matrix fc;
     const float *embed_norm, *state_norm;
     float *before, *pairs; /* [rows, width] and [rows, 2 * width] */

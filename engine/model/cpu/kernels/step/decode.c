@@ -72,13 +72,25 @@ static void plan(const Decode *d) {
     }
 }
 
+static void copy_normed(const float *x, const float *norm, float *y, const Step *s) {
+    if (norm)
+        normalise(x, norm, y, s->width, s->eps);
+    else
+        memcpy(y, x, sizeof(float) * s->width);
+}
+
 /* hidden: of embeddings to the input of a drafter's layer. */
-static void fuse(const Decode *d, const Step *s) {
+static void fuse(const Decode *d, Step *s) {
     int64_t width = s->width;
     for (int64_t r = 0; r < s->rows; r++) {
-        normalise(s->hidden + r * width, d->embed_norm, d->pairs + 2 * r * width, width, s->eps);
-        normalise(d->before + r * width, d->state_norm, d->pairs + (2 * r + 1) * width, width, s->eps);
+        float *pair = d->pairs + 2 * r * width, *hidden = s->hidden + r * width;
+        copy_normed(hidden, d->embed_norm, pair, s);
+        copy_normed(d->before + r * width, d->state_norm, pair + width, s);
+        if (!d->fc.packed)
+            memcpy(hidden, d->adds_normed ? pair + width : d->before + r * width, sizeof(float) * width);
     }
+    s->paired = d->fc.packed ? NULL : d->pairs;
+    if (!d->fc.packed) return;
     Gemm fc = gemm_of(s, d->pairs, &d->fc, s->hidden);
     gemm_run(&fc, s->threads);
 }
@@ -107,9 +119,10 @@ static void pass(const Decode *d, int64_t number, int64_t *drawn) {
     }
     kvr_layers(d->layers, d->num_layers, s);
     if (is_abandoned()) return;
-    if (d->before) memcpy(d->before, s->hidden, sizeof(float) * rows * width);
-    kvr_rms_norm(s->hidden, width, d->norm, s->norm, rows, width, s->eps, s->threads);
-    Gemm head = gemm_of(s, s->norm, &d->head, d->logits);
+    const float *normed = d->norm ? s->norm : s->hidden;
+    if (d->norm) kvr_rms_norm(s->hidden, width, d->norm, s->norm, rows, width, s->eps, s->threads);
+    if (d->before) memcpy(d->before, d->leaves_normed ? normed : s->hidden, sizeof(float) * rows * width);
+    Gemm head = gemm_of(s, normed, &d->head, d->logits);
     gemm_run(&head, s->threads);
     if (d->softcap) kvr_cap(d->logits, rows * vocab, d->softcap, s->threads);
     kvr_draw(widened(d, rows), rows, d->known ? d->vocab : vocab, d->draws, drawn, s->threads);
@@ -133,7 +146,8 @@ int64_t kvr_decode(const Decode *d) {
         if (passes >= d->max_passes || is_abandoned()) return passes;
         for (int64_t s = 0; s < d->num_seqs; s++) {
             stopped |= is_stop(d, s, drawn[s]);
-            d->tokens[s] = drawn[s], d->positions[s]++;
+            d->tokens[s] = drawn[s];
+            if (!d->last_positions || d->positions[s] < d->last_positions[s]) d->positions[s]++;
         }
         if (stopped || (now() - began) * (double)(passes + 1) > d->burst_s * (double)passes) return passes;
     }

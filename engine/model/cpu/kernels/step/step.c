@@ -8,8 +8,12 @@
 #define MIN_ROW_BLOCK 64 /* and at least: fewer are not worth a pass over the weights */
 #define ROW_BLOCK_BYTES (1536 << 10) /* of a row block's widest rows, so that others fit into the L2 cache beside them */
 
-/* Of the hidden rows, normed. */
+/* Of the hidden rows, normed where there is a norm. */
 static void multiply_normed(const Step *s, Gemm t, const float *norm) {
+    if (!norm) {
+        kvr_run_with_terms(s, &t);
+        return;
+    }
     if (is_low_precision(t.kind)) {
         t.norm = norm, t.eps = s->eps;
     } else {
@@ -91,7 +95,7 @@ static void before_attention(const Layer *l, const Step *s, int64_t first) {
         before_latent(l, s);
         return;
     }
-    multiply_normed(s, gemm_of(s, s->hidden, &l->qkv, s->qkv), l->input_norm);
+    multiply_normed(s, gemm_of(s, s->paired ? s->paired : s->hidden, &l->qkv, s->qkv), l->input_norm);
     kvr_rope_write(l->rope, s->qkv, l->q_norm, l->k_norm, l->pool, first, s->rows, s->threads);
 }
 
@@ -173,6 +177,7 @@ static void row_block_task(void *arg, int64_t block) {
     Step s = *b->step;
     int64_t first = block * b->rows, own = kvr_thread_index() * b->rows;
     s.rows = s.rows - first < b->rows ? s.rows - first : b->rows, s.threads = 1, s.at += first;
+    if (s.paired) s.paired += first * 2 * s.width;
     s.hidden += first * s.width, s.qkv += first * l->qkv.rows, s.attended += first * l->out.depth;
     s.recurred += first * l->recurrent.out.depth;
     s.norm += own * s.width, s.gated += own * l->down.depth, s.added += own * s.width;
