@@ -592,4 +592,5 @@ class Scheduler:
             pooled=seq.pooled,
             follows=follows,
             need=seq.need,
+            kept=seq.kept,
         )
