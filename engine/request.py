@@ -100,6 +100,8 @@ class Effect(Enum):
     """What a field that is not at its default does to the logits."""
 
     NARROWS = "fewer tokens may be drawn"  # a column of every draw: torch's, C's and Triton's
+    # By how often they have come: a column of C's and Triton's draws, for torch an `Edit`.
+    PENALIZES = "tokens of the context are changed"
     EDITS = "some are changed"  # by an `Edit`: the row is sampled by torch
 
 
@@ -117,9 +119,9 @@ class SamplingParams:
     top_k: Annotated[int, Number(-1, recommended=True), Effect.NARROWS] = 0  # 0, -1: all
     min_p: Annotated[float, Number(0, 1, recommended=True), Effect.NARROWS] = 0.0
     # Below 0.01 logits would become so large that they are no numbers any more.
-    repetition_penalty: Annotated[float, Number(0.01, 10, recommended=True), Effect.EDITS] = 1.0
-    presence_penalty: Annotated[float, Number(-2, 2), Effect.EDITS] = 0.0
-    frequency_penalty: Annotated[float, Number(-2, 2), Effect.EDITS] = 0.0
+    repetition_penalty: Annotated[float, Number(0.01, 10, recommended=True), Effect.PENALIZES] = 1.0
+    presence_penalty: Annotated[float, Number(-2, 2), Effect.PENALIZES] = 0.0
+    frequency_penalty: Annotated[float, Number(-2, 2), Effect.PENALIZES] = 0.0
     logit_bias: Annotated[dict[int, float], Effect.EDITS] = field(default_factory=dict)
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them
     min_tokens: Annotated[int, Number(0)] = 0
@@ -158,15 +160,25 @@ class SamplingParams:
             return FinishReason.STOP
         return FinishReason.LENGTH if num_output_tokens >= self.max_tokens else None
 
-    def is_plain(self, num_output_tokens: int) -> bool:
-        """Whether sampling the next token, after `num_output_tokens`, needs neither edited logits
-        nor logprobs. A grammar's mask is no edit."""
+    @property
+    def is_penalized(self) -> bool:
+        """Whether what has come before is more, or less, likely to come again."""
+        return bool(_penalties(self) != _NO_PENALTIES)
+
+    def is_drawn(self, num_output_tokens: int) -> bool:
+        """Whether the kernels draw the next token, after `num_output_tokens`: it needs no edited
+        logits but for penalties, and no logprobs. A grammar's mask is no edit."""
         return (
             self.logprobs is None
             and not self.reads_prompt
             and _edits(self) == _NO_EDITS
             and not self.must_go_on(num_output_tokens)
         )
+
+    def is_plain(self, num_output_tokens: int) -> bool:
+        """Whether it is drawn of the logits as they are, but for a mask: only then are drafts
+        verified."""
+        return self.is_drawn(num_output_tokens) and not self.is_penalized
 
 
 _NOTES = {
@@ -177,10 +189,13 @@ NUMBERS = {
     name: note for name, notes in _NOTES.items() for note in notes if isinstance(note, Number)
 }
 NARROWING = tuple(name for name, notes in _NOTES.items() if Effect.NARROWS in notes)
+PENALTIES = tuple(name for name, notes in _NOTES.items() if Effect.PENALIZES in notes)
 EDITING = tuple(name for name, notes in _NOTES.items() if Effect.EDITS in notes)
 DEFAULTS = SamplingParams()
 _edits = attrgetter(*EDITING)
 _NO_EDITS = _edits(DEFAULTS)
+_penalties = attrgetter(*PENALTIES)
+_NO_PENALTIES = _penalties(DEFAULTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention
@@ -93,6 +94,7 @@ class Sequence:
     # Some of its KV is of earlier weights: nobody else gets any of it. Once it has lost that, it
     # has this chain.
     next_chain: BlockChain | None = None
+    kept: dict[str, Any] = field(default_factory=dict)  # the executor's (`ScheduledSeq.kept`)
 
     # What every step reads of the request.
     request_id: str = field(init=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvrelay.engine.needs import Loaded, Need
 from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
@@ -45,6 +46,8 @@ class ScheduledSeq:
     follows: int | None = None
     need: Need | None = None  # loaded before its first step
     num_drafts: int = 0  # draft tokens that the executor's own drafter may propose, in their place
+    # What the executor keeps of the sequence from step to step, by name; it ends with the sequence.
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def output_positions(self) -> range:

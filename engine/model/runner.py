@@ -52,6 +52,7 @@ from kvrelay.engine.model.sampling.sampler import (
     not_sampled,
     read_prompts,
     sample,
+    undrafted,
 )
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.terms import RowTerms, by_need
@@ -417,6 +418,7 @@ class ModelRunner:
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Runs the step anywhere but on a GPU."""
         if self._decode is not None:
+            step = replace(step, seqs=undrafted(step.seqs))
             drawn = self._decode.execute(step, tables, masks_of, loaded)
             if drawn is not None:
                 if self._drafter is not None:
@@ -496,13 +498,16 @@ class ModelRunner:
 
     def _fit_pool(self, ops: Any) -> None:
         """Make the pool of what memory is left. Raises ModelError."""
+        from kvrelay.engine.model.gpu.penalties import DeviceCounts
         from kvrelay.engine.model.gpu.steps import after_a_step, batch_of_nothing
 
+        limits = self._limits
         engine, share = self._engine, self._engine.gpu_memory_utilization
         lengths = spread(engine.max_num_batched_tokens, engine.max_num_seqs, self.max_model_len)
-        batch = batch_of_nothing(lengths, self._limits, self.device)
+        batch = batch_of_nothing(lengths, limits, self.device)
         memory = after_a_step(self.device, lambda: self._decoder.forward(batch))
-        num_blocks = memory.room(share) // self.kv_spec.bytes_per_block
+        room = memory.room(share) - DeviceCounts.size(engine.max_num_seqs, limits.vocab_size)
+        num_blocks = room // self.kv_spec.bytes_per_block
         if self._member is not None:
             num_blocks = self._member.group.least(num_blocks, self.device)
         if num_blocks < 1:

@@ -613,4 +613,5 @@ class Scheduler:
             pooled=seq.pooled,
             follows=follows,
             need=seq.need,
+            kept=seq.kept,
         )

@@ -212,11 +212,12 @@ def tokens_to_report(seq: Sequence, config: WorkerConfig) -> int:
 
 def repeats(decodes: Seq[Sequence], config: WorkerConfig) -> int:
     """Passes in a row that decodes can run by themselves: no block is added or sealed, and none
-    ends. With a mask, what may follow a token is not known before."""
+    ends. What follows a token that is not drawn by the kernels is not known before, nor with a mask
+    what may."""
     least = size = config.block_size
     for seq in decodes:
         least = min(least, -len(seq.tokens) % size)
-        if least <= 1 or seq.sampling.is_masked:
+        if least <= 1 or not _is_drawn_on_device(seq, 0):
             return 1
     return max(1, min([least, *(tokens_to_report(seq, config) for seq in decodes)]))
 
@@ -262,7 +263,7 @@ def followers(
 def _is_drawn_on_device(seq: Sequence, num_unknown: int) -> bool:
     """`num_unknown`: tokens after those of `seq` that are under way."""
     sampling = seq.sampling
-    return not sampling.is_masked and sampling.is_plain(seq.num_output_tokens + num_unknown)
+    return not sampling.is_masked and sampling.is_drawn(seq.num_output_tokens + num_unknown)
 
 
 def victim(running: Seq[Sequence], windows: Windows) -> Sequence:

@@ -122,6 +122,39 @@ def test_a_repeat_ends_with_the_first_stop_token_of_anybody() -> None:
     assert cached(many) == cached(single)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "is_repeated"), [({"repetition_penalty": 1.05}, True), ({"logprobs": 1}, False)]
+)
+def test_what_the_kernels_draw_is_repeated_with_penalties_too(sampling, is_repeated) -> None:
+    world = Repeating(num_blocks=100)
+    world.submit("plain", [1] * BLOCK_SIZE, 12, remote=False)
+    world.submit("other", [2] * BLOCK_SIZE, 12, remote=False, sampling=sampling)
+    world.step()
+    world.drain()
+    assert (max(world.passes) > 1) == is_repeated
+    assert world.output("other", [2] * BLOCK_SIZE) == reference([2] * BLOCK_SIZE, 12)
+
+
+def test_what_the_executor_keeps_of_a_sequence_is_in_all_its_steps() -> None:
+    """Whatever becomes of its blocks."""
+    steps = Counter[str]()
+
+    class Keeping(World):
+        def run(self, node: str, step: Step) -> StepDone:
+            for seq in step.seqs:
+                steps[seq.request_id + node] += 1
+                seq.kept["steps"] = seq.kept.get("steps", 0) + 1
+                assert seq.kept["steps"] == steps[seq.request_id + node]
+            return super().run(node, step)
+
+    world = Keeping(num_blocks=14, prefill_blocks=10)
+    for number in range(8):
+        world.submit(f"r{number}", [number + 1] * 9, 12, remote=number % 3 == 0)
+    world.drain()
+    assert world.decode.core.scheduler.num_preemptions > 0
+    assert max(steps.values()) == 12
+
+
 class Fickle(Repeating):
     """Its executor runs as many of the passes as it likes."""
 

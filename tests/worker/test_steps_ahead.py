@@ -130,12 +130,20 @@ def test_with_preemption_drafts_stops_and_aborts_all_tokens_are_right() -> None:
 
 
 def test_a_step_waits_for_tokens_that_the_host_has_to_know() -> None:
-    for changed in ({"logprobs": 1}, {"presence_penalty": 0.5}, {"grammar": "x"}):
+    for changed in ({"logprobs": 1}, {"logit_bias": {3: 0.5}}, {"grammar": "x"}):
         world = Ahead(num_blocks=100)
         world.submit("a", [1] * 4, 20, remote=False, sampling=changed)
         world.submit("b", [2] * 4, 9, remote=False)
         world.drain()
         assert world.num_waiting == 0, changed
+
+
+def test_a_penalty_is_the_devices() -> None:
+    world = Ahead(num_blocks=100)
+    penalties = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.1}
+    world.submit("a", [1] * 4, 20, remote=False, sampling=penalties)
+    world.drain()
+    assert world.num_waiting > 15
 
 
 def test_a_request_that_has_its_kv_joins_the_step_ahead() -> None:

@@ -5,6 +5,7 @@ Life: the layers are described once, when the first step comes; each step then o
 rows are. For decodes it fills in their tokens and positions, and of block tables and ways to draw
 those that are new, so that a pass costs an interpreter next to nothing. Arrays grow to the largest
 step seen. Torch draws no tokens here: its threads spin for a while where the kernels' should run.
+Rows that the kernels cannot draw keep their logits, and are sampled from them after the pass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from kvrelay.engine.model.cpu.kernels import constants, structure
 from kvrelay.engine.model.cpu.linear import ACTIVATIONS
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, address, described_matrix
 from kvrelay.engine.model.cpu.terms import put_terms
-from kvrelay.engine.model.sampling.sampler import DRAW, Masks, draw_of, is_plain
+from kvrelay.engine.model.sampling.counts import COUNTS, counts_of
+from kvrelay.engine.model.sampling.sampler import DRAW, Masks, draw_of, is_drawn, sample
 from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, term_rows
 from kvrelay.engine.model.weights import (
     AttentionWeights,
@@ -37,6 +39,8 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import BURST_S, NO_TOKEN, Sampled, ScheduledSeq, Step, verify_drafts
 
 assert np.dtype(structure("Draw")) == DRAW, "sampling/api.h has other columns than DRAW"
+assert np.dtype(structure("Counts")) == COUNTS, "sampling/api.h has other columns than COUNTS"
+NOT_DRAWN = -1.0  # a temperature
 
 
 class CpuDraw:
@@ -319,6 +323,8 @@ class CpuDecode:
         self._rows: dict[str, np.ndarray] = {}
         self._held: list[tuple[np.ndarray, SamplingParams]] = []
         self._lengths: list[int] = []  # context of each row, in tokens
+        self._undrawn: list[int] = []  # sequences whose rows the kernels do not draw
+        self._draw = CpuDraw(library, num_threads)
 
     def execute(
         self,
@@ -329,36 +335,57 @@ class CpuDecode:
     ) -> list[Sampled] | None:
         """Up to `step.repeats` passes; none follows one that drew a stop token. `tables`: of the
         sequences, as `Guard.check` gives them. `masks_of`: as `Grammars.masks`, for one pass.
-        None: nothing was done, as some are no decodes, or sampled in a way that the kernels do not
-        know."""
+        None: nothing was done, as some are no decodes."""
         seqs, request = step.seqs, self._request
-        if not all(len(seq.tokens) == 1 and seq.sample and is_plain(seq) for seq in seqs):
+        if not all(
+            len(seq.tokens) == 1 and seq.sample and seq.outputs_from is None for seq in seqs
+        ):
             return None
         count = self._place(seqs, tables)
         lengths = [len(seq.input_tokens) for seq in seqs]
         self._terms = put_terms(request.step, term_rows(seqs, lengths, loaded))
-        at = self._rows["draws"]["mask"][:count]
+        at, masks = self._rows["draws"]["mask"][:count], None
         at[:] = 0
         if masks_of is not None:
             masks = masks_of(seqs)
             at[:] = masks.ctypes.data + np.arange(count) * masks.strides[0]
-        is_single = count > len(seqs) or masks_of is not None
+        is_single = count > len(seqs) or masks is not None or self._undrawn
         request.max_passes = 1 if is_single else self._most(step)
-        request.logits = self._buffer("logits", count, request.head.rows).data_ptr()
+        self._count(seqs)
+        logits = self._buffer("logits", count, request.head.rows)
+        request.logits = logits.data_ptr()
         if request.num_captured:
             shape = request.max_passes, request.num_captured, count, request.step.width
             self.captured = self._buffer("captured", shape[0] * shape[1] * count, shape[3])
             request.step.captured = self.captured.data_ptr()
             self.captured = self.captured.view(shape)
-        if count > len(seqs):
-            return self._verify(seqs, count)
-        passes = self._lib.kvr_decode(ctypes.addressof(request))
+        sampled = self._verify(seqs, count) if count > len(seqs) else self._pass(count)
+        if self._undrawn:
+            rows = self._rows["query_start"][self._undrawn].tolist()
+            own = None if masks is None else masks[rows]
+            rest = [seqs[index] for index in self._undrawn]
+            found = sample(logits[rows], rest, self._limits.window, self._draw, own)
+            for index, each in zip(self._undrawn, found, strict=True):
+                sampled[index] = each
+        return sampled
+
+    def _pass(self, count: int) -> list[Sampled]:
+        """As many passes as may be, over `count` sequences."""
+        passes = self._lib.kvr_decode(ctypes.addressof(self._request))
         drawn = self._rows["drawn"][: passes * count].tolist()
         columns = [drawn[row::count] for row in range(count)]
         return [
             Sampled(first, more=tuple(more) if NO_TOKEN not in more else tuple(more[:-1]))
             for first, *more in columns
         ]
+
+    def _count(self, seqs: Sequence[ScheduledSeq]) -> None:
+        """Says how often tokens have come, where the kernels penalize them."""
+        at, room = self._rows["draws"]["counts"], self._request.max_passes
+        for index, seq in enumerate(seqs):
+            if seq.sampling.is_penalized and index not in self._undrawn:
+                row = self._rows["query_start"][index]
+                at[row] = counts_of(seq, self._limits.window, room).address
 
     def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray]) -> int:
         """Fills in the rows of `seqs`, and returns how many they are."""
@@ -426,8 +453,11 @@ class CpuDecode:
                 of_groups = blocks.reshape(-1, groups).T
                 rows["block_tables"][:, index, : len(blocks) // groups] = of_groups
             is_new = is_new or old[1] is not sampling
-        if is_new:
+        undrawn = [index for index, seq in enumerate(seqs) if not is_drawn(seq)]
+        if is_new or undrawn != self._undrawn:
+            self._undrawn = undrawn
             rows["draws"][:count] = [draw_of(seq) for seq in seqs for _ in seq.input_tokens]
+            rows["draws"]["temperature"][rows["query_start"][undrawn]] = NOT_DRAWN
             stops = [seq.sampling.stop_token_ids for seq in seqs]
             self._stops = np.array([token for each in stops for token in each], np.int64)
             rows["stop_ends"][: len(seqs)] = np.cumsum([len(each) for each in stops])

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kvrelay.engine.model.batch import Batch, Limits, check_tokens, checked_blocks
 from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.gpu.penalties import NO_ROW, DeviceCounts, penalize
 from kvrelay.engine.model.gpu.sampling import COLUMNS, draw, draws_of
 from kvrelay.engine.model.gpu.staging import StaticInputs
 from kvrelay.engine.request import SamplingParams
@@ -70,6 +71,7 @@ class DecodePasses:
                 "query_len": (rows, np.int32),
                 "context_len": (rows, np.int32),
                 "follows": (rows, np.int32),
+                "counted": (rows, np.int32),  # row of `counts`
                 "more_slots": ((limits.num_groups - 1, max_num_seqs), np.int64),
                 "block_tables": ((max_num_seqs, limits.num_groups, width), np.int32),
             },
@@ -79,6 +81,7 @@ class DecodePasses:
         for host in self._inputs.hosts:
             host["query_start"][:] = np.arange(max_num_seqs)
             host["query_len"][:] = 1
+        self.counts = DeviceCounts(max_num_seqs, limits.vocab_size, limits.window, device)
         self._last = 0  # index of the last pass's arrays
         # What the rows of block_tables and of the parameters were written from.
         self._held: list[list[np.ndarray | None]] = [[None] * max_num_seqs for _ in range(SLOTS)]
@@ -161,6 +164,9 @@ class DecodePasses:
         host["follows"][:size] = OWN
         if follows is not None:
             host["follows"][rows] = follows
+        host["counted"][:size] = NO_ROW
+        counted = self.counts.rows_of(seqs, [seq.start for seq in seqs], ahead=1)
+        host["counted"][rows] = np.repeat(counted, [len(seq.input_tokens) for seq in seqs])
         if changed:
             for name, each in draws_of([*changed.values()]).items():
                 host[name][[*changed]] = each
@@ -200,7 +206,7 @@ class DecodePasses:
         RuntimeError if a pass cannot be captured."""
         host = self._inputs.hosts[self._last]
         host["slots"][:], host["more_slots"][:] = NO_SLOT, NO_SLOT
-        host["context_len"][:], host["follows"][:] = 1, OWN
+        host["context_len"][:], host["follows"][:], host["counted"][:] = 1, OWN, NO_ROW
         self._inputs.send(self._last, self.sizes[-1])
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes)):
@@ -248,21 +254,29 @@ class DecodePasses:
             more_slots=inputs["more_slots"][:, :size] if has_groups else None,
             more_tables=tables[:, 1:].transpose(0, 1) if has_groups else None,
         )
-        drawn = self._drawn[:size]
+        drawn, logits, times = self._drawn[:size], self.logits[:size], self.counts.times
         _take[(triton.cdiv(size, ROWS),)](
-            self._drawn, there["follows"], batch.tokens, size, ROWS=ROWS
-        )
-        self.logits[:size].copy_(self._decoder.forward(batch))
-        draw(self.logits[:size], there, drawn)
+            self._drawn, there["follows"], batch.tokens, times, there["counted"], times.shape[1],
+            size, ROWS=ROWS,
+        )  # fmt: skip
+        logits.copy_(self._decoder.forward(batch))
+        penalize(logits, times, there["counted"], there)
+        draw(logits, there, drawn)
         if self._group is not None:
             self._group.share(drawn)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _take(drawn, follows, tokens, num_rows, ROWS: tl.constexpr):
-    """What was drawn in the pass before is the input of the rows that follow it."""
+def _take(drawn, follows, tokens, times, counted, vocab, num_rows, ROWS: tl.constexpr):
+    """What was drawn in the pass before is the input of the rows that follow it. Inputs of rows
+    that are penalized are counted."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     source = tl.load(follows + row, mask=row < num_rows, other=-1)
     there = source >= 0
     token = tl.load(drawn + source, mask=there, other=0)
-    tl.store(tokens + row, tl.maximum(token, 0), mask=there)  # NO_TOKEN is thrown away later
+    token = tl.maximum(token, 0)  # NO_TOKEN is thrown away later
+    tl.store(tokens + row, token, mask=there)
+    token = tl.where(there, token, tl.load(tokens + row, mask=row < num_rows, other=0))
+    own = tl.load(counted + row, mask=row < num_rows, other=-1)
+    at = times + own.to(tl.int64) * vocab + token
+    tl.store(at, tl.load(at, mask=own >= 0, other=0) + 1, mask=own >= 0)

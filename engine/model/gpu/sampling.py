@@ -33,7 +33,8 @@ _GOLDEN_32, _MIX_3, _MIX_4 = (tl.constexpr(x) for x in (0x9E3779B1, 0x7FEB352D, 
 _UNIT, _LUCKLESS = tl.constexpr(2.0**-32), tl.constexpr(LUCKLESS)
 
 
-COLUMNS = {name: DRAW[name].type for name in DRAW.names or () if name != "mask"}
+HOSTS = ("mask", "counts")  # addresses on the host
+COLUMNS = {name: DRAW[name].type for name in DRAW.names or () if name not in HOSTS}
 _Draws = namedtuple("_Draws", [*COLUMNS])  # type: ignore[misc]  # the names are DRAW's
 
 

@@ -20,11 +20,19 @@ from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device_memory import DeviceMemory
 from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
+from kvrelay.engine.model.gpu.penalties import NO_ROW, penalize
 from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.gpu.staging import stage, stage_arrays
-from kvrelay.engine.model.sampling.sampler import Masks, is_plain, not_sampled, read_prompts, sample
+from kvrelay.engine.model.sampling.sampler import (
+    Masks,
+    is_drawn,
+    not_sampled,
+    read_prompts,
+    sample,
+    undrafted,
+)
 from kvrelay.engine.request import PromptOutputs, SamplingParams
-from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone, verify_drafts
+from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone
 
 if TYPE_CHECKING:
     from kvrelay.engine.model.parallel.ops import Group
@@ -112,33 +120,15 @@ class GpuSteps:
         self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
     ) -> list[Sampled]:
         """One pass, in which draft tokens are verified."""
-        passes, seqs = self._passes, step.seqs
-        num_rows = sum(len(seq.input_tokens) for seq in seqs)
-        if num_rows > len(seqs):
-            fits = all(map(is_plain, seqs)) and passes.size_for(num_rows)
-            if fits and self.verifies_drafts:
-                return self._verify(seqs, tables, masks_of)
+        passes, seqs = self._passes, undrafted(step.seqs)
+        fits = passes.size_for(sum(len(seq.input_tokens) for seq in seqs))
+        if not (fits and self.verifies_drafts):
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
-        tokens = passes.begin(seqs, tables)()
-        return self._edited(tokens, passes.logits[: len(seqs)], seqs, masks_of)
-
-    def _verify(
-        self,
-        seqs: list[ScheduledSeq],
-        tables: Sequence[np.ndarray] | None,
-        masks_of: Masks | None,
-    ) -> list[Sampled]:
-        wait = self._passes.begin(seqs, tables)
+        wait = passes.begin(seqs, tables)
         masks = masks_of(seqs) if masks_of else None
-        tokens = wait()
-        if masks is not None:
-            rows = [row for seq in seqs for row in _rows_of(seq)]
-            logits = self._passes.logits[: len(rows)]
-            wanted = [index for index, row in enumerate(rows) if row.sampling.is_masked]
-            drawn = sample(logits[wanted], [rows[i] for i in wanted], masks=masks[wanted])
-            for index, each in zip(wanted, drawn, strict=True):
-                tokens[index] = each.token
-        return verify_drafts(seqs, tokens)
+        rows = [row for seq in seqs for row in _rows_of(seq)]
+        sampled = iter(self._edited(wait(), passes.logits[: len(rows)], rows, masks))
+        return [_verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
 
     def _ragged(
         self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
@@ -147,7 +137,9 @@ class GpuSteps:
         batch = stage(host, self._device)
 
         def sampled_of(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
-            return self._edited(self._draw(logits, seqs), logits, seqs, masks_of)
+            logits = logits.contiguous()
+            tokens = self._draw(logits, seqs)
+            return self._edited(tokens, logits, seqs, masks_of(seqs) if masks_of else None)
 
         if any(seq.outputs_from is not None for seq in step.seqs):
             hidden = self._decoder.hidden_states(batch)
@@ -160,10 +152,15 @@ class GpuSteps:
         return [next(sampled) if seq.sample else None for seq in step.seqs], {}
 
     def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
-        """A token per row as if all were plain; waits for them."""
-        draws = stage_arrays(draws_of(seqs), self._device)
+        """A token per row as if none was edited or masked; waits for them. Logits are changed where
+        the device penalizes them."""
+        counts = self._passes.counts
+        rows = np.array(counts.rows_of(seqs, [len(seq.context) for seq in seqs]), np.int32)
+        draws = stage_arrays(draws_of(seqs) | {"rows": rows}, self._device)
+        if (rows != NO_ROW).any():
+            penalize(logits, counts.times, draws["rows"], draws)
         out = torch.empty(len(seqs), dtype=torch.int64, device=self._device)
-        draw(logits.contiguous(), draws, out)
+        draw(logits, draws, out)
         return out.tolist()
 
     def _edited(
@@ -171,15 +168,15 @@ class GpuSteps:
         tokens: list[int],
         logits: torch.Tensor,
         seqs: list[ScheduledSeq],
-        masks_of: Masks | None,
+        masks: np.ndarray | None,
     ) -> list[Sampled]:
         """`tokens`, and by the host's sampler those of rows that are edited, told or masked."""
         sampled = [Sampled(token) for token in tokens]
-        rows = [row for row, seq in enumerate(seqs) if not is_plain(seq) or seq.sampling.is_masked]
+        rows = [row for row, seq in enumerate(seqs) if not is_drawn(seq) or seq.sampling.is_masked]
         if rows:
-            masks = masks_of(seqs)[rows] if masks_of else None
+            own = masks[rows] if masks is not None else None
             edited = [seqs[row] for row in rows]
-            others = sample(logits[rows], edited, self._limits.window, masks=masks)
+            others = sample(logits[rows], edited, self._limits.window, masks=own)
             for row, other in zip(rows, others, strict=True):
                 sampled[row] = other
         return sampled
@@ -191,7 +188,8 @@ class GpuSteps:
         logits = [
             self._decoder.forward(batch_of_nothing(lengths, limits, device)) for lengths in WARM_UP
         ]
-        self._draw(logits[0], [ScheduledSeq("", [0], 0, [0], True, SamplingParams(), [0], 1)])
+        sampling = SamplingParams(repetition_penalty=1.1)
+        self._draw(logits[0], [ScheduledSeq("", [0], 0, [0], True, sampling, [0], 1)])
 
     def _capture(self, progress: Callable[[str], None]) -> None:
         try:
@@ -282,7 +280,14 @@ def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.devic
 def _rows_of(seq: ScheduledSeq) -> list[ScheduledSeq]:
     """The sequence as it is at each of its input tokens."""
     drafts = seq.draft_tokens
+    if not drafts:
+        return [seq]
     return [
         replace(seq, context=[*seq.context, *drafts[:count]], draft_tokens=[])
         for count in range(len(drafts) + 1)
     ]
+
+
+def _verified(seq: ScheduledSeq, sampled: list[Sampled]) -> Sampled:
+    """What was sampled at each of its input tokens, as far as they were right."""
+    return seq.verify([each.token for each in sampled]) if seq.draft_tokens else sampled[0]

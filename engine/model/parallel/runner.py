@@ -56,7 +56,7 @@ from kvrelay.engine.model.parallel.ops import (
 )
 from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.runner import GREEDY, ModelRunner
-from kvrelay.engine.model.sampling.sampler import is_plain
+from kvrelay.engine.model.sampling.sampler import undrafted
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
 from kvrelay.engine.wire.channel import own_version
 
@@ -294,9 +294,7 @@ class ParallelRunner:
         if self._lost is not None:
             raise self._lost
         # What is sampled is known to rank 0 only, and so is what makes a token not plain.
-        step = replace(step, repeats=1)
-        if not all(map(is_plain, step.seqs)):
-            step.seqs = [replace(seq, draft_tokens=[]) for seq in step.seqs]
+        step = replace(step, repeats=1, seqs=undrafted(step.seqs))
         lean = replace(step, seqs=[_lean(seq) for seq in step.seqs])
         self._group.was_used = False
         try:
@@ -385,9 +383,9 @@ def _lean(seq: ScheduledSeq) -> ScheduledSeq:
     """What ranks need whose tokens do not count: they compute the logits of the same rows."""
     wanted = seq.sampling
     if not wanted.reads_prompt:
-        return replace(seq, sampling=GREEDY, context=[], num_prompt_tokens=0)
+        return replace(seq, sampling=GREEDY, context=[], num_prompt_tokens=0, kept={})
     sampling = replace(GREEDY, prompt_logprobs=wanted.prompt_logprobs, pooling=wanted.pooling)
-    return replace(seq, sampling=sampling)
+    return replace(seq, sampling=sampling, kept={})
 
 
 def _unexpected(rank: int, message: Any) -> None:

@@ -2,7 +2,8 @@
 
 An edit stands in `EDITS` or, where it only takes tokens away, in `BANS`; its parameters are marked
 `Effect.EDITS` in `SamplingParams`. A row that needs one is sampled by torch, one by one, whatever
-computes its logits. Token ids outside the vocabulary are ignored.
+computes its logits. Penalties (`Effect.PENALIZES`) are edits only where torch draws. Token ids
+outside the vocabulary are ignored.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import ClassVar
 
-import numpy as np
 import torch
 
+from kvrelay.engine.model.sampling.counts import counts_of
 from kvrelay.engine.request import DEFAULTS
 from kvrelay.engine.step import ScheduledSeq
 
@@ -33,15 +34,15 @@ class Edit(ABC):
         return bool(self._said(seq.sampling) != self._nothing)
 
     @abstractmethod
-    def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> Taken | None:
-        """Edits float32 [vocab_size] in place. seen_from: where the part of the context begins that
-        counts. Returns what a ban has taken and comes back where nothing is left."""
+    def apply(self, row: torch.Tensor, seq: ScheduledSeq, window: int) -> Taken | None:
+        """Edits float32 [vocab_size] in place. window: of `edit`. Returns what a ban has taken and
+        comes back where nothing is left."""
 
 
 class Bias(Edit):
     parameters = ("logit_bias",)
 
-    def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> None:
+    def apply(self, row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
         biases = seq.sampling.logit_bias
         ids = _known(biases, row)
         row[ids] += torch.tensor([biases[i] for i in ids], dtype=row.dtype, device=row.device)
@@ -50,11 +51,10 @@ class Bias(Edit):
 class RepetitionPenalty(Edit):
     parameters = ("repetition_penalty",)
 
-    def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> None:
+    def apply(self, row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
         penalty = seq.sampling.repetition_penalty
-        ids = torch.from_numpy(np.unique(np.array(seq.context[seen_from:], np.int64))).to(
-            row.device
-        )
+        known, _ = counts_of(seq, window).known(len(row))
+        ids = torch.from_numpy(known).to(row.device)
         logits = row[ids]
         row[ids] = torch.where(logits > 0, logits / penalty, logits * penalty)
 
@@ -62,9 +62,9 @@ class RepetitionPenalty(Edit):
 class OutputPenalties(Edit):
     parameters = ("presence_penalty", "frequency_penalty")
 
-    def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> None:
-        output = np.array(seq.context[max(seen_from, seq.num_prompt_tokens) :], np.int64)
-        ids, counts = np.unique(output, return_counts=True)
+    def apply(self, row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
+        ids, counts = counts_of(seq, window).known(len(row))
+        ids, counts = ids[counts > 0], counts[counts > 0]
         penalty = seq.sampling.presence_penalty + seq.sampling.frequency_penalty * counts
         row[torch.from_numpy(ids).to(row.device)] -= torch.from_numpy(penalty).to(row)
 
@@ -72,7 +72,7 @@ class OutputPenalties(Edit):
 class Allowed(Edit):
     parameters = ("allowed_token_ids",)
 
-    def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> None:
+    def apply(self, row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
         ids = _known(seq.sampling.allowed_token_ids, row)
         kept = row[ids]
         row.fill_(-torch.inf)
@@ -84,7 +84,7 @@ class BadWords(Edit):
 
     parameters = ("bad_words",)
 
-    def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> Taken:
+    def apply(self, row: torch.Tensor, seq: ScheduledSeq, window: int) -> Taken:
         lasts, context = list[int](), seq.context
         for *begin, last in seq.sampling.bad_words:
             if len(begin) <= _num_output(seq) and context[len(context) - len(begin) :] == begin:
@@ -101,7 +101,7 @@ class MinTokens(Edit):
     def is_needed(self, seq: ScheduledSeq) -> bool:
         return seq.sampling.must_go_on(_num_output(seq))
 
-    def apply(self, row: torch.Tensor, seq: ScheduledSeq, seen_from: int) -> None:
+    def apply(self, row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
         row[_known(seq.sampling.stop_token_ids, row)] = -torch.inf
 
 
@@ -112,15 +112,14 @@ BANS: tuple[Edit, ...] = (Allowed(), MinTokens(), BadWords())
 def edit(row: torch.Tensor, seq: ScheduledSeq, window: int) -> None:
     """All that `seq` needs, in place. window: how many tokens of the context count; 0: all. Where
     bans leave nothing, the output may end, and where it cannot, what they say comes back."""
-    seen_from = max(0, len(seq.context) - window) if window else 0
     for each in EDITS:
         if each.is_needed(seq):
-            each.apply(row, seq, seen_from)
+            each.apply(row, seq, window)
     bans = [each for each in BANS if each.is_needed(seq)]
     if not bans:
         return
     stops = _known(seq.sampling.stop_token_ids, row)
-    taken = [(stops, row[stops]), *(each.apply(row, seq, seen_from) for each in bans)]
+    taken = [(stops, row[stops]), *(each.apply(row, seq, window) for each in bans)]
     for ids, logits in filter(None, taken):
         if row.amax() != -torch.inf:
             return

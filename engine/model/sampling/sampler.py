@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvrelay.engine.model.sampling.edits import edit
 from kvrelay.engine.request import (
     DEFAULTS,
     NARROWING,
+    PENALTIES,
     Pooling,
     PromptOutputs,
     SamplingParams,
@@ -41,7 +43,7 @@ CANDIDATES = 256  # sorted at first, more of the vocabulary only if top-p reache
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 LUCKLESS = 1.0 - 2.0**-24  # the largest float32 below 1
 
-_narrowing = attrgetter(*NARROWING)
+_narrowing, _columns = attrgetter(*NARROWING), attrgetter(*NARROWING, *PENALTIES)
 _ALL = _narrowing(DEFAULTS)
 DRAW = np.dtype(
     [
@@ -49,7 +51,8 @@ DRAW = np.dtype(
         ("seed", np.int64),
         ("position", np.int64),  # where the token that is drawn comes
         ("mask", np.uint64),  # address of a bit for each token; 0: all may come
-        *((name, type(value)) for name, value in zip(NARROWING, _ALL, strict=True)),
+        ("counts", np.uint64),  # address of `COUNTS` of its context; 0: nothing is penalized
+        *((name, type(getattr(DEFAULTS, name))) for name in (*NARROWING, *PENALTIES)),
     ]
 )
 """How a row's token is drawn: the columns that C and Triton get."""
@@ -78,10 +81,10 @@ def luck(keys: Sequence[int], vocab: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def draw_of(seq: ScheduledSeq) -> tuple[float, ...]:
-    """Returns its row of `DRAW`, without a mask."""
+    """Returns its row of `DRAW`, without a mask and counts."""
     s = seq.sampling
     heat, seed = 0.0 if is_greedy(s) else s.temperature, s.seed & _WORD
-    return heat, seed - (seed >> 63 << 64), len(seq.context), 0, *_narrowing(s)
+    return heat, seed - (seed >> 63 << 64), len(seq.context), 0, 0, *_columns(s)
 
 
 def _mix(word: int) -> int:
@@ -170,6 +173,18 @@ def is_greedy(sampling: SamplingParams) -> bool:
 
 def is_plain(seq: ScheduledSeq) -> bool:
     return seq.sampling.is_plain(len(seq.context) - seq.num_prompt_tokens)
+
+
+def is_drawn(seq: ScheduledSeq) -> bool:
+    return seq.sampling.is_drawn(len(seq.context) - seq.num_prompt_tokens)
+
+
+def undrafted(seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
+    """Without the draft tokens of those that are not plain."""
+    return [
+        replace(seq, draft_tokens=[]) if seq.draft_tokens and not is_plain(seq) else seq
+        for seq in seqs
+    ]
 
 
 def token_logprobs(

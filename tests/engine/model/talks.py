@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import UNKNOWN, Sampled, ScheduledSeq, Step, StepDone
@@ -24,6 +24,7 @@ class Talk:
     def __init__(self, prompt: list[int], blocks: list[int], sampling: SamplingParams = GREEDY):
         self.tokens, self.prompt, self.blocks = list(prompt), len(prompt), blocks
         self.sampling, self.num_computed = sampling, 0
+        self.kept: dict[str, Any] = {}
 
     def next(self, count: int | None = None, draft: Sequence[int] = ()) -> ScheduledSeq:
         """The share of a step that computes `count` tokens, or all that are left, and verifies
@@ -34,10 +35,11 @@ class Talk:
             self.num_computed,
             self.blocks,
             sample=end == len(self.tokens),
-            context=self.tokens[:end],
+            context=self.tokens if end == len(self.tokens) else self.tokens[:end],
             num_prompt_tokens=self.prompt,
             sampling=self.sampling,
             draft_tokens=list(draft),
+            kept=self.kept,
         )
 
     def take(self, seq: ScheduledSeq, sampled) -> None:

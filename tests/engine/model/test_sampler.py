@@ -11,7 +11,7 @@ from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.cpu.step import CpuDraw
 from kvrelay.engine.model.sampling.edits import BANS, EDITS
 from kvrelay.engine.model.sampling.sampler import DRAW, draw, draw_of, key_of, luck, sample
-from kvrelay.engine.request import EDITING, SamplingParams
+from kvrelay.engine.request import EDITING, PENALTIES, SamplingParams
 from kvrelay.engine.step import NO_TOKEN
 from tests.engine.model.tiny import scheduled
 
@@ -323,7 +323,9 @@ def test_rows_without_numbers_have_no_token_and_the_others_theirs(temperature):
 
 def test_what_edits_logits_has_an_edit():
     edited = [name for each in (*EDITS, *BANS) for name in each.parameters]
-    assert sorted(edited) == sorted([*EDITING, "min_tokens"])  # which bans for a while only
+    assert sorted(edited) == sorted(
+        [*EDITING, *PENALTIES, "min_tokens"]
+    )  # which bans for a while only
 
 
 def test_an_edit_that_fails_is_its_own_rows():

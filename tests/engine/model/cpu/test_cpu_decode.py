@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.sampling.sampler import draw
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 from tests.engine.model import tiny
@@ -55,8 +56,17 @@ def talks(**changes) -> list[Talk]:
 
 
 def by_torch(world: World) -> list[list[int]]:
-    """What single steps come to whose logits torch has to look at."""
-    return [alone(world, talk, NUM_TOKENS) for talk in talks(logprobs=0)]
+    """What single steps come to whose layers are called one by one, and torch samples."""
+    return unfused(world, talks())
+
+
+def unfused(world: World, talked: list[Talk]) -> list[list[int]]:
+    runner = world.runner
+    whole, runner._decode = runner._decode, None
+    kernel, runner._draw = runner._draw, draw
+    found = [alone(world, talk, NUM_TOKENS) for talk in talked]
+    runner._decode, runner._draw = whole, kernel
+    return found
 
 
 FAMILIES = (
@@ -222,24 +232,87 @@ def test_nothing_follows_a_stop_token_in_a_draft_that_holds(llama):
     assert [sampled.token, *sampled.more] == expected[0][1 : stop + 1]
 
 
-def test_drafts_are_not_fed_where_torch_has_to_look_at_logits(llama):
+@pytest.mark.parametrize("changes", [{"logprobs": 0}, {"repetition_penalty": 1.3}], ids=str)
+def test_drafts_are_of_the_plain_sequences_only(llama, changes):
     world = World(llama)
+    (other,) = unfused(world, talks(**changes)[:1])
     expected = by_torch(world)
-    plain, edited = talks(logprobs=0)[1], talks()[0]
-    step(world, plain, edited)
-    shares = plain.next(draft=expected[1][1:4]), edited.next(draft=expected[0][1:4])
+    plain, edited = talks()[1], talks(**changes)[0]
+    step(world, edited, plain)
+    shares = edited.next(draft=other[1:4]), plain.next(draft=expected[1][1:4])
     got = world.run(*shares)
-    assert [(each.token, each.more) for each in got] == [(expected[1][1], ()), (expected[0][1], ())]
+    assert (got[0].token, got[0].more) == (other[1], ())
+    assert (got[1].token, got[1].more) == (expected[1][1], tuple(expected[1][2:5]))
+    assert (got[0].logprobs is not None) == ("logprobs" in changes)
 
 
-def test_a_sequence_whose_logits_are_edited_is_sampled_by_torch(llama):
+def test_only_the_sequence_that_is_edited_is_sampled_after_the_pass(llama, monkeypatch):
+    """Its logits are those of the one call that computes the pass, and draws for the others."""
     world = World(llama)
     expected = by_torch(world)
     plain, edited = talks()[1], Talk(PROMPTS[0], BLOCKS[0])
     edited.sampling = replace(GREEDY, logit_bias={expected[0][1]: -1000.0}, logprobs=1)
     step(world, plain, edited)
+    monkeypatch.setattr(world.runner, "_decoder", None)  # no layer is called by itself
     got = world.run(plain.next(), edited.next(), repeats=5)
     assert [each.token for each in got] != [expected[1][1], expected[0][1]]
     assert got[0].token == expected[1][1]
+    assert got[0].logprobs is None
     assert got[1].logprobs is not None
     assert got[0].more == got[1].more == ()
+
+
+def test_a_row_is_drawn_as_soon_as_it_needs_nothing_else(llama):
+    """Until `min_tokens` stop tokens are banned, by edits."""
+    world, least = World(llama), 4
+    banned = by_torch(world)[1][1]
+    changes = {"min_tokens": least, "stop_token_ids": (banned,)}
+    expected = unfused(world, talks(**changes)[:2])
+    first, second = talks(**changes)[:2]
+    while len(second.output) < least:
+        step(world, first, second, repeats=5)
+    assert len(second.output) == least
+    step(world, first, second, repeats=3)
+    assert len(second.output) > least + 1 or banned in second.output
+    assert [first.output, second.output] == [tokens[: len(second.output)] for tokens in expected]
+
+
+PENALIZED = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 20, "sinks": 2}], ids=str)
+def test_penalized_sequences_are_drawn_in_passes_in_a_row(llama, options, monkeypatch):
+    """The tokens of torch, which counts each context anew in every step. Sequences come, go, and
+    come back after they have lost their blocks; one has another temperature and no penalty."""
+    world = World(llama, **options)
+    changes = [PENALIZED, {"repetition_penalty": 0.8}, {}]
+    mixed = [talks(**each)[row] for row, each in enumerate(changes)]
+    expected = unfused(world, [talks(**each)[row] for row, each in enumerate(changes)])
+    assert expected[0] != by_torch(world)[0]
+    first, second, third = mixed
+    step(world, first, second)
+    step(world, third)
+    monkeypatch.setattr(world.runner, "_decoder", None)
+    step(world, first, second, third, repeats=4)
+    assert len(first.output) == 5
+    step(world, third, first)
+    step(world, second, first, repeats=2)
+    monkeypatch.undo()
+    moved = Talk(first.tokens, [5, 6, 10, 12], first.sampling)  # as after a preemption
+    moved.prompt = first.prompt
+    step(world, moved, counts=[len(moved.tokens) - 1])
+    step(world, second, moved, third, repeats=3)
+    for talk, tokens in zip((moved, second, third), expected, strict=True):
+        assert len(talk.output) > 7
+        assert talk.output == tokens[: len(talk.output)]
+
+
+def test_what_a_failed_step_has_counted_is_counted_anew(llama):
+    world = World(llama)
+    (expected,) = unfused(world, talks(**PENALIZED)[:1])
+    talk = talks(**PENALIZED)[0]
+    step(world, talk)
+    world.run(talk.next(), repeats=6)  # nobody takes its tokens
+    while len(talk.output) < NUM_TOKENS:
+        step(world, talk)
+    assert talk.output == expected

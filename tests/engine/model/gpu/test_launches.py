@@ -14,8 +14,10 @@ from kvrelay.engine.step import Step, StepDone
 from kvrelay.kvtransfer.checksum import begin_checksums, checksum_blocks
 from kvrelay.kvtransfer.movers.pool import DeviceBytes, block_bytes
 from tests.engine.model.gpu.triton_world import DEVICE, World
-from tests.engine.model.talks import TABLES, Launching, after
+from tests.engine.model.talks import GREEDY, TABLES, Launching, Talk, after, alone, step
+from tests.engine.model.tiny import tokens_of
 
+from kvrelay.engine.model.gpu import penalties  # isort: skip
 from kvrelay.engine.model.gpu.steps import Launches  # isort: skip
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -78,6 +80,34 @@ def test_the_tokens_of_a_step_that_ends_are_not_those_of_a_later_one(triton, fol
         got.append(runs().sampled[0].token)
         runs = behind
     assert [*got, runs().sampled[0].token] == follow[0][1:]
+
+
+def test_what_is_penalized_is_counted_where_it_is_drawn(triton, path, monkeypatch):
+    """The rows of a pass change places, and the host sends no more of their contexts."""
+    sampling = replace(
+        GREEDY, repetition_penalty=0.3, presence_penalty=-0.5, frequency_penalty=-0.4
+    )
+    ways = sampling, replace(sampling, temperature=1.0, seed=11)
+    prompts = tokens_of(14, seed=1), tokens_of(3, seed=2)
+    expected, talks = (
+        [Talk(*each) for each in zip(prompts, TABLES, ways, strict=False)] for _ in range(2)
+    )
+    stream, world = Stream(triton), World(path, "torch")
+    for talk in talks:
+        step(stream, talk)
+    first, second = talks
+    shares = [talk.next() for talk in talks]
+    runs = stream.launch(*shares)
+    monkeypatch.setattr(penalties, "stage_arrays", None)
+    while len(first.output) < 6:
+        behind = [after(talks[row], 1, follows=row) for row in (1, 0)]
+        later = stream.launch(*behind)
+        for talk, share, each in zip(talks, shares, runs().sampled, strict=True):
+            talk.take(share, each)
+        talks, shares, runs = talks[::-1], behind, later
+    runs()
+    assert [first.output, second.output] == [alone(world, talk, 6) for talk in expected]
+    assert len({*first.output, *second.output} - {*prompts[0], *prompts[1]}) < 4, "they come again"
 
 
 def test_who_was_left_out_of_a_step_is_left_out_of_the_next(triton, follow):

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from kvrelay.engine.request import Pooling, SamplingParams
 from tests.engine.model.gpu.triton_world import DEVICE, World
-from tests.engine.model.talks import DRAWN, Talk, alone, drafting, step
+from tests.engine.model.talks import DRAWN, GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import tokens_of
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -80,6 +80,23 @@ def test_rows_whose_logits_are_edited_or_told_are_sampled_as_by_the_host(triton,
     assert got[1].token == expected["short"][0]
     edited.take(edited.next(), got[0])
     assert triton.run(edited.next())[0].logprobs is not None
+
+
+def test_penalized_rows_are_drawn_in_mixed_steps_and_in_passes(triton, path):
+    """Beside a plain one, one that is also told its log-probabilities, and a prompt."""
+    penalties = {"repetition_penalty": 0.3, "presence_penalty": -0.5, "frequency_penalty": -0.4}
+    ways = replace(GREEDY, **penalties), DRAWN, replace(DRAWN, **penalties, logprobs=0)
+    prompts, tables = (LONG, SHORT, SHORT), ([9, 4], [2], [3])
+    world = World(path, "torch")
+    expected = [alone(world, Talk(*each), 4) for each in zip(prompts, tables, ways, strict=True)]
+    first, plain, told = (Talk(*each) for each in zip(prompts, tables, ways, strict=True))
+    step(triton, plain)
+    step(triton, first, plain)
+    step(triton, first, plain, told)
+    while len(told.output) < 4:
+        step(triton, told, plain, first)
+    assert [each.output[:4] for each in (first, plain, told)] == expected
+    assert triton.steps._passes.counts._used, "they are counted on the device"
 
 
 @pytest.mark.parametrize(

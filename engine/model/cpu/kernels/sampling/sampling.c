@@ -174,11 +174,43 @@ static void apply_mask(float *row, int64_t size, const uint32_t *mask) {
     }
 }
 
+#define IN_PROMPT (1LL << 32)
+
+/* The token at a position of a context comes, or goes. */
+static void add(Counts *c, int64_t at, int64_t sign) {
+    int64_t i = 0;
+    while (i < c->num_ids && c->ids[i] != c->tokens[at]) i++;
+    if (i == c->num_ids) c->ids[c->num_ids++] = c->tokens[at], c->times[i] = 0;
+    c->times[i] += sign * (at < c->num_prompt ? IN_PROMPT : 1);
+}
+
+void kvr_count(Counts *c, int32_t token) {
+    c->tokens[c->length] = token;
+    add(c, c->length++, 1);
+    if (c->window && c->length > c->window) add(c, c->length - 1 - c->window, -1);
+}
+
+static void penalize(float *row, int64_t size, const Draw *d) {
+    const Counts *c = d->counts;
+    float penalty = d->repetition_penalty;
+    for (int64_t i = 0; i < c->num_ids; i++) {
+        if (!c->times[i] || c->ids[i] < 0 || c->ids[i] >= size) continue;
+        float *at = row + c->ids[i];
+        int64_t output = c->times[i] % IN_PROMPT;
+        *at = *at > 0 ? *at / penalty : *at * penalty;
+        __asm__ volatile("" ::: "memory"); /* it is rounded, as by torch, before more is subtracted */
+        if (output) *at -= (float)(d->presence_penalty + d->frequency_penalty * output);
+    }
+}
+
 static void draw_row(void *arg, int64_t r) {
     const Rows *t = arg;
     const Draw *d = t->draws + r;
     float *row = t->logits + r * t->vocab, largest;
+    t->tokens[r] = NO_TOKEN;
+    if (d->temperature < 0) return;
     if (d->mask) apply_mask(row, t->vocab, d->mask);
+    if (d->counts) penalize(row, t->vocab, d);
     t->tokens[r] = find_best(row, t->vocab, &largest);
     if (d->temperature == 0 || t->tokens[r] == NO_TOKEN) return;
     weigh(row, t->vocab, largest, d->temperature);
