@@ -68,6 +68,9 @@ class BlockPool:
         self.now = 0.0  # set by its owner
         self._changes = NetChanges()
         self.num_evictions = 0
+        self.num_freed = 0  # blocks that have become free, or are worth less than before
+        self.num_renamed = 0  # hashes that have come or gone
+        self.num_dropped = 0  # of them, those that have gone out of their turn
         self.kinds = bytearray()  # by block, set by their owner; empty: all are of one kind
         self.evictions = [0] * NUM_KINDS  # by kind, where there are several
 
@@ -89,6 +92,10 @@ class BlockPool:
         return len(self._evictable) + len(self._evictable_low)
 
     @property
+    def num_evictable_low(self) -> int:
+        return len(self._evictable_low)
+
+    @property
     def num_used_low(self) -> int:
         """Blocks that requests of low classes alone have a reference to."""
         return self._num_low - len(self._evictable_low)
@@ -96,13 +103,16 @@ class BlockPool:
     def has_free_low(self, count: int) -> bool:
         """Whether a request of a low class, beside others, may have so many: what is blank or of
         low classes, and of the rest little, or what was not used for long."""
+        return self.low_free_from(count) <= self.now
+
+    def low_free_from(self, count: int) -> float:
+        """From when on it may have so many, if nothing else changes; `inf`: never."""
         others = count - len(self._blank) - len(self._evictable_low)
         if others <= 0 or others > len(self._evictable):
-            return others <= 0
+            return -inf if others <= 0 else inf
         if self.num_used_low + count <= LOW_SHARE * self.num_blocks:
-            return True
-        last = next(islice(self._evictable.values(), others - 1, None))
-        return last <= self.now - LEFT_S
+            return -inf
+        return next(islice(self._evictable.values(), others - 1, None)) + LEFT_S
 
     @property
     def num_cached(self) -> int:
@@ -191,6 +201,7 @@ class BlockPool:
             assert self._refs[block] > 0
             self._refs[block] -= 1
             if self._refs[block] == 0:
+                self.num_freed += 1
                 if self._hashes[block] is None:
                     self._mark(block, low=False)
                     self._blank.append(block)
@@ -209,6 +220,7 @@ class BlockPool:
                 idle = self._idle(block)
                 idle[block] = -inf
                 idle.move_to_end(block, last=False)
+                self.num_freed += 1
 
     def seal(self, block: int, block_hash: bytes) -> bool:
         """Set the hash of a full block. False if another block has it: this one stays private."""
@@ -218,6 +230,7 @@ class BlockPool:
             return False
         self._hashes[block] = block_hash
         self._by_hash[block_hash] = block
+        self.num_renamed += 1
         self._changes.note(block_hash, stored=True)
         return True
 
@@ -233,6 +246,8 @@ class BlockPool:
             self._mark(block, low=False)
             self._blank.append(block)
             count += 1
+        self.num_freed += count
+        self.num_dropped += count
         return count
 
     def forget(self, block: int) -> None:
@@ -240,6 +255,7 @@ class BlockPool:
         block_hash = self._hashes[block]
         if block_hash is not None and not self.evict([block_hash]):
             self._forget_hash(block)
+            self.num_dropped += 1
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Net (stored, removed) hashes since the last call."""
@@ -276,4 +292,5 @@ class BlockPool:
         assert block_hash is not None
         self._hashes[block] = None
         del self._by_hash[block_hash]
+        self.num_renamed += 1
         self._changes.note(block_hash, stored=False)

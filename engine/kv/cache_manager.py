@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
+from typing import NamedTuple
 
 from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.kv.window import GROUP_KINDS, Windows
 from kvrelay.engine.sequence import NO_BLOCK, Sequence
 from kvrelay.engine.stats import GroupBlocks
+
+
+class Lack(NamedTuple):
+    """Why a sequence was not admitted."""
+
+    num_blocks: int  # so many less than it needs were free; or it is low, and may not have them
+    num_found: int  # entries of its table that are cached, or need not be
+    num_idle: int  # cached blocks of it that nothing uses
+    free_from: float  # when it may have them, if nothing changes
+
+
+NO_LACK = Lack(0, 0, 0, inf)
 
 COPY_LAG = 4  # rows that copies to the lower tiers may be behind what is decoded
 
@@ -37,6 +51,7 @@ class KVCacheManager:
         self.collect_decoded = False  # True: with the windows that a sequence leaves as it decodes
         self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
         self.newly_passed: list[bytes] = []  # were sealed by decodes, and windows have left them
+        self.lack = NO_LACK  # of the sequence that was last not admitted
         self._tables: dict[Sequence, list[int]] = {}
         self._parting: set[int] = set()
         self._has_windows = self.windows.any
@@ -47,10 +62,14 @@ class KVCacheManager:
             self.pool.kinds = bytearray(num_blocks)
 
     def usable_hashes(self, seq: Sequence) -> list[bytes]:
-        """Hashes of the blocks that a prefix hit may cover: the last token is always computed,
-        because its logits are needed, as is all of a prompt that still has to give outputs."""
+        """Hashes of the blocks that a prefix hit may cover."""
+        return seq.block_hashes[: self.num_usable(seq)]
+
+    def num_usable(self, seq: Sequence) -> int:
+        """How many these are: the last token is always computed, because its logits are needed, as
+        is all of a prompt that still has to give outputs."""
         end = len(seq.tokens) - 1 if seq.outputs_from is None else seq.outputs_from
-        return seq.block_hashes[: self.windows.full(end)]
+        return self.windows.full(end)
 
     def num_cached(self, seq: Sequence) -> int:
         """How many blocks, from the first, need not be computed; with windows, some of them may be
@@ -62,14 +81,19 @@ class KVCacheManager:
             len(block_hashes), lambda index: self.pool.is_cached(block_hashes[index])
         )
 
+    @property
+    def num_low(self) -> int:
+        """Sequences of low classes that have blocks."""
+        return sum(seq.is_low for seq in self._tables)
+
     def lacks(self, seq: Sequence, num_blocks: float) -> bool:
         """Whether at least so many blocks of `seq` are not cached, found by looking at one. False
         with windows, where it would take more to find."""
         spare = self.windows.max_blocks(len(seq.tokens)) - num_blocks
         if self._has_windows or spare < 0:
             return False
-        names = self.usable_hashes(seq)
-        return spare >= len(names) or not self.pool.is_cached(names[int(spare)])
+        at = int(spare)
+        return at >= self.num_usable(seq) or not self.pool.is_cached(seq.block_hashes[at])
 
     def admit(self, seq: Sequence, headroom: int) -> bool:
         """Allocate blocks for all tokens of `seq`, the cached prefix among them; of groups with a
@@ -80,8 +104,9 @@ class KVCacheManager:
             return False  # the block of its last token is never a cache hit
         table = self._cached(seq)
         hits = [block for block in table if block != NO_BLOCK]
+        num_free = self.pool.num_free
         self.pool.acquire(hits)
-        low = seq.is_low
+        num_idle, low = num_free - self.pool.num_free, seq.is_low
         num_computed, windows = self.windows.tokens(len(table)), self.windows
         goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
         end = windows.end(goal, len(seq.tokens))
@@ -92,7 +117,11 @@ class KVCacheManager:
         count = sum(needs)
         fresh = self.allocate(count, low=low) if self._is_free(seq, count + headroom) else None
         if fresh is None:
-            self.pool.release(hits)
+            count, num_freed = count + headroom, self.pool.num_freed
+            free_from = self.pool.low_free_from(count) if low else inf
+            self.lack = Lack(count - self.pool.num_free, len(table), num_idle, free_from)
+            self.pool.release(hits)  # they are evicted later, but nothing has become free
+            self.pool.num_freed = num_freed
             return False
         if not low:
             self.pool.claim(hits)

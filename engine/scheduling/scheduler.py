@@ -15,22 +15,25 @@ from typing import NamedTuple
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import LATELY_S, LOW_CLASS_STEP_S, DraftCosts, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.engine.scheduling.drafts import NOT_MEASURED, Draft, Drafts
 from kvrelay.engine.scheduling.isolation import Isolation
+from kvrelay.engine.scheduling.lacks import Lacks
 from kvrelay.engine.scheduling.selection import (
+    Coming,
     LowClassRoom,
     TooLarge,
     choose_prompts,
+    comes_by_itself,
     draft_rooms,
-    first_missing,
     followers,
-    hashes_under_way,
     may_be_admitted,
     may_be_followed,
     repeats,
     room_for_all,
     taking_part,
+    under_way,
     victim,
     waited_s,
 )
@@ -52,8 +55,9 @@ def _makes_room(one: Sequence, other: Sequence) -> bool:
     return one.service_class < other.service_class
 
 
-def _num_blocks(seqs: list[Sequence]) -> int:
-    return sum(len(each.block_ids) - each.block_ids.count(NO_BLOCK) for each in seqs)
+def _num_blocks(seqs: list[Sequence], windows: Windows) -> int:
+    most = sum(len(each.block_ids) for each in seqs)
+    return most - sum(each.block_ids.count(NO_BLOCK) for each in seqs) if windows.any else most
 
 
 class InFlight(NamedTuple):
@@ -81,6 +85,7 @@ class Scheduler:
         self._next_step_id = 0
         self._awaited = -1  # the step whose tokens draft tokens will follow
         self._isolation = Isolation()
+        self._lacks = Lacks(kv)  # of those that wait
         self._paused_at: float | None = None  # when a step began without the decodes that waited
         self._interactive_at = -inf  # when there was an interactive sequence to compute
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
@@ -102,8 +107,13 @@ class Scheduler:
         """Allocate a waiting sequence's blocks, if there is room. The caller sets its state."""
         if self.num_admitted >= self.config.max_num_seqs:
             return False
-        if not self.kv.admit(seq, self._headroom(seq)):
+        headroom = self._headroom(seq)
+        if self.kv.pool.num_free <= headroom or self._lacks.is_in_vain(seq, headroom):
             return False
+        if not self.kv.admit(seq, headroom):
+            self._lacks.note(seq, headroom)
+            return False
+        self._lacks.forget(seq)
         if seq.admitted_at is None:
             seq.admitted_at = now
         if not seq.has_own_kv:
@@ -132,14 +142,14 @@ class Scheduler:
         self.wanted.clear()
         if not self.waiting or self.is_paused:  # as after most messages
             return admitted
-        computing = hashes_under_way(self.running, self.remote, self.kv)
+        coming = under_way(self.running, self.remote, self.kv)
         budget = self.config.max_num_batched_tokens
         waiting = tuple(seq for seq in self.waiting if seq.arrived_at <= self.admits_until)
         for seq in may_be_admitted(waiting, self.running, now, token_s, budget):
             is_first = not too_large.seqs
             if seq.service_class < lost or not (is_first or self._may_pass(seq, too_large)):
                 break
-            if computing and self._comes_by_itself(seq, computing):
+            if comes_by_itself(seq, coming, self.kv, self._lacks):
                 continue
             headroom = self._headroom(seq)
             if not seq.is_stream and self.kv.lacks(seq, too_large.least - headroom):
@@ -165,15 +175,8 @@ class Scheduler:
             else:
                 seq.state = SeqState.RUNNING
                 self.running.append(seq)
-                coming = self.kv.usable_hashes(seq)[seq.num_sealed :]
-                computing.update(dict.fromkeys(coming, seq.service_class))
+                coming.append(Coming.of(seq, self.kv.num_usable(seq)))
         return admitted
-
-    def _comes_by_itself(self, seq: Sequence, computing: dict[bytes, ServiceClass]) -> bool:
-        """Whether the next missing block of `seq` will be a cache hit, and no later than if it was
-        computed for `seq`."""
-        block_hash = first_missing(seq, self.kv)
-        return block_hash is not None and computing.get(block_hash, -1) >= seq.service_class
 
     def _may_pass(self, seq: Sequence, too_large: TooLarge) -> bool:
         """Whether `seq` may have memory that `too_large`, which are more urgent, cannot use yet."""
@@ -459,6 +462,7 @@ class Scheduler:
         still writes to them, when that has settled (`release_if_settled`)."""
         if seq.state is SeqState.WAITING:
             self.waiting.remove(seq)
+            self._lacks.forget(seq)
         elif seq.state is SeqState.RUNNING:
             self.running.remove(seq)
         elif seq.state is SeqState.REMOTE:
@@ -521,7 +525,7 @@ class Scheduler:
         nothing yet, if with them all gone `seq` could be admitted: a stream would be silent until
         others end."""
         others = self._running_before(seq)
-        num_free = self.kv.pool.num_free + _num_blocks(others)
+        num_free = self.kv.pool.num_free + _num_blocks(others, self.kv.windows)
         if not others or num_free < self.kv.windows.max_blocks(len(seq.tokens)):
             return None
         if self.in_flight:
@@ -541,13 +545,13 @@ class Scheduler:
         lower = [each for each in self.held if each.service_class < seq.service_class]
         lower.sort(key=lambda each: each.service_class)
         lacking = self.kv.windows.max_blocks(len(seq.tokens)) + self._headroom(seq)
-        lacking -= self.kv.pool.num_free + _num_blocks(self._running_before(seq))
+        lacking -= self.kv.pool.num_free + _num_blocks(self._running_before(seq), self.kv.windows)
         found: list[Sequence] = []
         for each in lower:
             if lacking <= 0:
                 break
             found.append(each)
-            lacking -= _num_blocks([each])
+            lacking -= _num_blocks([each], self.kv.windows)
         return found if lacking <= 0 else []
 
     def _preempt(self, seq: Sequence) -> None:

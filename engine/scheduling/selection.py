@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from math import inf
+from typing import NamedTuple
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import TOKENS_UNIT, FittedCost, order_of
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.scheduling.lacks import Lacks
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.step import Step
@@ -174,26 +176,53 @@ def choose_prompts(
     return chosen
 
 
-def first_missing(seq: Sequence, kv: KVCacheManager) -> bytes | None:
-    """Hash of the first block of a waiting sequence that is no cache hit; None: all are."""
-    block_hashes, count = kv.usable_hashes(seq), kv.num_cached(seq)
-    return block_hashes[count] if count < len(block_hashes) else None
+class Coming(NamedTuple):
+    """Blocks that will be cache hits: entries `[first, end)` of a table with these names."""
+
+    names: list[bytes]
+    first: int
+    end: int
+    service_class: ServiceClass  # what is computed for a low one may come late
+
+    @staticmethod
+    def of(seq: Sequence, end: int, service_class: ServiceClass | None = None) -> Coming:
+        names = seq.block_hashes
+        by = seq.service_class if service_class is None else service_class
+        return Coming(names, seq.num_sealed, min(end, len(names)), by)
 
 
-def hashes_under_way(
+def under_way(
     running: Iterable[Sequence], remote: Iterable[Sequence], kv: KVCacheManager
-) -> dict[bytes, ServiceClass]:
-    """Hashes of blocks that will be cache hits once a prompt is computed or a load is done, with
-    the highest class of those who do: what is computed for a low one may come late."""
-    block_hashes: dict[bytes, ServiceClass] = {}
-    for seq in sorted(running, key=lambda seq: seq.service_class):
-        if seq.num_missing > 1 and seq.next_chain is None:  # those are never hits
-            coming = kv.usable_hashes(seq)[seq.num_sealed :]
-            block_hashes.update(dict.fromkeys(coming, seq.service_class))
-    for seq in remote:
-        coming = seq.block_hashes[seq.num_sealed : seq.num_arriving]
-        block_hashes.update(dict.fromkeys(coming, ServiceClass.PRIORITY))
-    return block_hashes
+) -> list[Coming]:
+    """What will be cache hits once a prompt is computed or a load is done."""
+    computed = (seq for seq in running if seq.num_missing > 1 and seq.next_chain is None)
+    return [
+        *(Coming.of(seq, kv.num_usable(seq)) for seq in computed),
+        *(Coming.of(seq, seq.num_arriving, ServiceClass.PRIORITY) for seq in remote),
+    ]
+
+
+def comes_by_itself(
+    seq: Sequence, coming: Iterable[Coming], kv: KVCacheManager, lacks: Lacks
+) -> bool:
+    """Whether the next missing block of `seq` will be a cache hit, and no later than if it was
+    computed for `seq`. The name of a block says what is before it: where two tables have one alike,
+    they are alike up to there."""
+    names = seq.block_hashes
+    most = min(kv.num_usable(seq), len(names))
+    shared = [
+        each
+        for each in coming
+        if each.first < min(each.end, most)
+        and each.service_class >= seq.service_class
+        and each.names[each.first] == names[each.first]
+    ]
+    if not shared:
+        return False
+    at = lacks.num_cached(seq)
+    return at < most and any(
+        each.first <= at < each.end and each.names[at] == names[at] for each in shared
+    )
 
 
 def tokens_to_end(seq: Sequence, config: WorkerConfig) -> int:
