@@ -3,9 +3,10 @@
 `python -m benchmarks.engine.penalties`: the same sequences by turns: none penalized, all, one of
 them, and one that asks for log-probabilities. Contexts are random tokens, of which more differ than
 in texts; their KV is nothing but zeros, and all sequences read the same but for their last block,
-which costs no less. The model takes positions that it was not trained for. Times are
-the CPU's, of one thread, so that what else the machine does matters less. Ratios are to the step of
-plain sequences beside each; above 0.98 is nothing that can be measured.
+which costs no less. The model takes positions that it was not trained for. Times are the CPU's, of
+one thread, so that what else the machine does matters less. Ratios are to the step of plain
+sequences beside each; above 0.98 is nothing that can be measured. What a penalty takes is measured
+by itself too: to count a token, and to draw one with counts rather than without.
 """
 
 from __future__ import annotations
@@ -21,23 +22,29 @@ from pathlib import Path
 from time import process_time
 
 import click
+import numpy as np
+import torch
 
 from benchmarks.report import json_option, make_console, number_table, write_json
+from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.sampling.counts import counts_of
+from kvrelay.engine.model.sampling.sampler import DRAW, draw_of
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "penalties.json"
 BLOCK_SIZE, MAX_SEQS = 16, 8
 PLAIN = SamplingParams(temperature=0.0, max_tokens=1 << 20)
-PENALIZED, TOLD = replace(PLAIN, repetition_penalty=1.05), replace(PLAIN, logprobs=0)
+PENALIZED, LOGPROBS = replace(PLAIN, repetition_penalty=1.05), replace(PLAIN, logprobs=0)
 
 
 @contextmanager
 def longer(model_dir: Path, most: int) -> Iterator[Path]:
-    """The same model, for contexts of up to `most` tokens."""
+    """A copy of the model that takes contexts of up to `most` tokens."""
     with tempfile.TemporaryDirectory() as folder:
         for path in model_dir.iterdir():
             (Path(folder) / path.name).symlink_to(path.resolve())
@@ -99,7 +106,7 @@ def compared(
     kinds = {"plain": [PLAIN] * count, "all penalized": [PENALIZED] * count}
     if count > 1:
         kinds["one penalized"] = [PENALIZED] + [PLAIN] * (count - 1)
-        kinds["one with logprobs"] = [TOLD] + [PLAIN] * (count - 1)
+        kinds["one with logprobs"] = [LOGPROBS] + [PLAIN] * (count - 1)
     first_own, vocab = context // BLOCK_SIZE, runner.config.vocab_size
     turns = {
         name: Turns(runner, make_seqs(each, context, vocab, first_own))
@@ -117,6 +124,28 @@ def compared(
             took.append(seconds["plain"])
     found = {name: round(statistics.median(each), 3) for name, each in ratios.items() if each}
     return {"ms": round(1e3 * statistics.median(took), 2), **found}
+
+
+def own_s(context: int, vocab: int) -> float:
+    """What one token of one penalized sequence takes more than a plain one."""
+    library, repeats = kernels.load(default_cache_dir()), 200
+    (seq,) = make_seqs([PENALIZED], context, vocab, 0)
+    logits, token = torch.randn(1, vocab), np.zeros(1, np.int64)
+    draws = np.array([draw_of(seq)] * 2, DRAW)
+    draws["counts"][0] = counts_of(seq, 0).address
+
+    def drawing_s(row: int) -> float:
+        began, at = process_time(), draws[row : row + 1].ctypes.data
+        for _ in range(repeats):
+            library.kvr_draw(logits.data_ptr(), 1, vocab, at, token.ctypes.data, 1)
+        return process_time() - began
+
+    took_s = min(drawing_s(0) for _ in range(5)) - min(drawing_s(1) for _ in range(5))
+    began = process_time()
+    for number in range(repeats):
+        seq.context.append(number)
+        counts_of(seq, 0)
+    return (took_s + process_time() - began) / repeats
 
 
 @click.command()
@@ -143,12 +172,17 @@ def main(contexts: str, batches: str, passes: str, rounds: int, json_path: Path)
                     name = f"{count} x {context:,}, {number} passes a step"
                     rows[name] = compared(runner, context, count, number, rounds)
                     console.print(name, rows[name])
+    own = {context: round(1e6 * own_s(context, runner.config.vocab_size)) for context in lengths}
     columns = ("ms", "all penalized", "one penalized", "one with logprobs")
-    table = number_table("", "a plain pass, ms", *columns[1:], title="Ratios to plain sequences")
+    table = number_table(
+        *("", "a plain pass, ms", *columns[1:]),
+        title="Ratios to plain sequences",
+        caption=f"a penalty by itself, us a token, by context: {own}",
+    )
     for name, row in rows.items():
         table.add_row(name, *(str(row.get(each, "-")) for each in columns))
     console.print(table)
-    write_json(json_path, {"rounds": rounds, "rows": rows})
+    write_json(json_path, {"rounds": rounds, "rows": rows, "penalty_us": own})
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
 from kvrelay.engine.model.gpu.latent import latent_decode, latent_prefill
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
+from kvrelay.engine.model.gpu.penalties import penalize
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.recurrence import DeltaRows
@@ -45,7 +46,7 @@ from kvrelay.engine.model.state_layout import (
 )
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
-from kvrelay.engine.request import DEFAULTS
+from kvrelay.engine.request import DEFAULTS, PENALTIES
 from kvrelay.engine.step import ScheduledSeq
 from kvrelay.kvtransfer.checksum import head_weights
 from kvrelay.kvtransfer.layout import HeadShare
@@ -214,6 +215,12 @@ def drawing() -> Callable[[], None]:
     return lambda: draw(torch.zeros(4, 128_256), draws, draws["seed"])
 
 
+def penalizing() -> Callable[[], None]:
+    draws = {name: torch.zeros(4, dtype=torch.float64) for name in PENALTIES}
+    times, rows = torch.zeros(4, 128_256, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    return lambda: penalize(torch.zeros(4, 128_256), times, rows, draws)
+
+
 ROWS = torch.zeros(4, 4096, dtype=torch.bfloat16)
 FP8 = torch.uint8
 CASES = {
@@ -244,6 +251,7 @@ CASES = {
     "fp8 inputs": lambda: fp8.quantize_rows(torch.zeros(4, 4096).bfloat16()),
     "experts": experts(),
     "draw": drawing(),
+    "penalize": penalizing(),
     "checksums, one chunk": lambda: Checksums(
         torch.zeros(4, 1 << 18, dtype=torch.uint8), head_weights(HeadShare(0, 1, 8, 16, 2048))
     ).of([0, 1]),

@@ -24,7 +24,7 @@ from kvrelay.engine.step import ScheduledSeq
 
 NO_ROW = -1  # nothing is penalized, or the host samples
 KEY = "row of counts"
-BLOCK = 16384
+SPAN, BLOCK = 16384, 1024  # tokens of a program, and at a time
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 
 
@@ -51,7 +51,7 @@ class DeviceCounts:
 
     @staticmethod
     def size(num_rows: int, vocab: int) -> int:
-        """Bytes on the device."""
+        """How many bytes they take of the device."""
         return 8 * num_rows * vocab
 
     def rows_of(
@@ -127,27 +127,28 @@ def penalize(
     if not len(logits):
         return
     vocab = logits.shape[1]
-    _penalize[(len(logits), triton.cdiv(vocab, BLOCK))](
+    _penalize[(len(logits), triton.cdiv(vocab, SPAN))](
         logits, times, rows, draws["repetition_penalty"], draws["presence_penalty"],
-        draws["frequency_penalty"], vocab, BLOCK=BLOCK,
+        draws["frequency_penalty"], vocab, SPAN=SPAN, BLOCK=BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _penalize(
-    logits, times, rows, repetition, presence, frequency, vocab, BLOCK: tl.constexpr
+    logits, times, rows, repetition, presence, frequency, vocab,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = tl.load(rows + index).to(tl.int64)
     if row >= 0:
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < vocab
-        count = tl.load(times + row * vocab + at, mask=inside, other=0)
-        to = logits + index.to(tl.int64) * vocab + at
-        has_come = count > 0
-        logit = tl.load(to, mask=has_come, other=0.0)
         penalty = tl.load(repetition + index).to(tl.float32)
-        output = (count % _IN_PROMPT).to(tl.float64)
-        less = (tl.load(presence + index) + tl.load(frequency + index) * output).to(tl.float32)
-        logit = tl.where(logit > 0, logit / penalty, logit * penalty)
-        tl.store(to, tl.where(output > 0, logit - less, logit), mask=has_come)
+        once, each = tl.load(presence + index), tl.load(frequency + index)
+        for first in range(0, SPAN, BLOCK):
+            at = tl.program_id(1) * SPAN + first + tl.arange(0, BLOCK)
+            count = tl.load(times + row * vocab + at, mask=at < vocab, other=0)
+            to = logits + index.to(tl.int64) * vocab + at
+            logit = tl.load(to, mask=count > 0, other=0.0)
+            logit = tl.where(logit > 0, logit / penalty, logit * penalty)
+            output = count % _IN_PROMPT
+            less = (once + each * output.to(tl.float64)).to(tl.float32)
+            tl.store(to, tl.where(output > 0, logit - less, logit), mask=count > 0)

@@ -31,8 +31,8 @@ COUNTS = np.dtype(
 
 
 class Counts:
-    """Of one context. Invariant: `record` says where the arrays are and how much of them is used;
-    of a token that has left the window nothing is left but its id."""
+    """Counts the tokens of one context. Invariant: `record` says where the arrays are and how much
+    of them is used; of a token that has left the window nothing is left but its id."""
 
     def __init__(self, context: list[int], num_prompt: int, window: int) -> None:
         tokens, size = np.array(context, np.int32), len(context)
@@ -100,7 +100,7 @@ class Counts:
 
 
 def counts_of(seq: ScheduledSeq, window: int, room: int = 0) -> Counts:
-    """Of its whole context, with room for so many tokens after it."""
+    """Counts its whole context, with room for so many tokens after it."""
     found: Counts | None = seq.kept.get(KEY)
     if found is None or not found.is_of(seq.context, window):
         found = seq.kept[KEY] = Counts(seq.context, seq.num_prompt_tokens, window)

@@ -108,7 +108,10 @@ def by_triton(logits: torch.Tensor, seqs: list[ScheduledSeq], window: int) -> li
     draws = {name: torch.from_numpy(v).to(DEVICE) for name, v in sampling.draws_of(seqs).items()}
     rows = torch.tensor(counts.rows_of(seqs, [len(s.context) for s in seqs]), device=DEVICE)
     out, logits = torch.empty(len(seqs), dtype=torch.int64, device=DEVICE), logits.to(DEVICE)
-    penalties.penalize(logits, counts.times, rows, draws)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(penalties, "SPAN", 256)
+        patched.setattr(penalties, "BLOCK", 64)
+        penalties.penalize(logits, counts.times, rows, draws)
     sampling.draw(logits, draws, out)
     return out.tolist()
 
