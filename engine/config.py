@@ -185,7 +185,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
-    max_snapshot_blocks: int = 1 << 15  # in one message to a router; 18 bytes each
+    max_snapshot_blocks: int = 1 << 12  # in one message to a router; 18 bytes each
 
     @property
     def kv_windows(self) -> Windows:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
-from kvrelay.engine.kv.events import KVSnapshotRequest
+from kvrelay.engine.kv.events import SLICE, KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas, WorkRequest
 from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wake, Woken
@@ -392,7 +392,7 @@ class Worker:
             **{role.request: partial(self._begin, role) for role in self._roles.values()},
             StepDone: lambda now, message: self._on_step_done(message),
             StepProgress: lambda now, message: self._on_step_progress(message),
-            Woken: lambda now, message: self._on_tick(now) if message.tag == TICK else [],
+            Woken: lambda now, message: self._on_woken(now, message.tag),
             Abort: lambda now, message: self._on_abort(message),
             RouterUp: lambda now, message: self._on_router_up(message.router),
             RouterDown: lambda now, message: self._on_router_down(message.router),
@@ -505,6 +505,11 @@ class Worker:
         self.core.watch.on_progress(progress.num_passed)
         return []
 
+    def _on_woken(self, now: float, tag: str) -> list[Effect]:
+        if tag == SLICE:
+            self.core.publisher.on_woken()
+        return self._on_tick(now) if tag == TICK else []
+
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [Wake(self.config.stats_interval_s, TICK)]
         watch = self.core.watch
@@ -520,9 +525,8 @@ class Worker:
         waiting = filter(self._is_stuck, self.core.scheduler.waiting)
         effects += self._report_preempted(islice(waiting, MAX_REPORTED))
         effects += self.exchange.tick(now)
-        publisher, stats = self.core.publisher, self._stats()
-        publisher.tick()
-        return effects + [Send(router, stats) for router in publisher.routers]
+        stats = self._stats()
+        return effects + [Send(router, stats) for router in self.core.publisher.routers]
 
     def _stats(self) -> WorkerStats:
         return replace(

@@ -272,5 +272,5 @@ class Decisions:
         seconds = thread_time() - began
         assert isinstance(attempt, Attempt)
         self.dispatcher.release(attempt, record.request_id)
-        record.current = None  # the same again: to make another request pushes all out of caches
+        record.current = None  # placed again: another request would push all out of caches
         return seconds

@@ -9,7 +9,7 @@ has it. Orders of a router park, resume, pin and drop the blocks of an idle sess
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.engine.config import WorkerConfig
@@ -241,17 +241,12 @@ class Tiers:
 
     def _as_host(self, changes: dict[Tier, TierHashes]) -> dict[Tier, TierHashes]:
         """Blocks of workers that have died, and those in four bits, are announced as if they were
-        in this one's host memory: they cost as much. What is in several is announced once."""
+        in this one's host memory: they cost as much. What comes to a second one of these is
+        announced again, as `parts` may not have come to the first, and it may go."""
         parts = [changes.pop(tier) for tier in HOST_TIERS if tier in changes]
-        came = {(part.tier, each) for part in parts for each in part.stored}
-        went = {(part.tier, each) for part in parts for each in part.removed}
-
-        def was_announced(name: bytes) -> bool:
-            now = ((t, name) for t in HOST_TIERS if t in self._pools and self._pools[t].get(name))
-            return any((t, name) in went for t in HOST_TIERS) or any(e not in came for e in now)
-
-        stored = tuple({name for _, name in came if not was_announced(name)})
-        removed = tuple({name for _, name in went if not self.holds(Tier.HOST, name)})
+        stored = tuple(dict.fromkeys(each for part in parts for each in part.stored))
+        went = dict.fromkeys(each for part in parts for each in part.removed)
+        removed = tuple(name for name in went if not self.holds(Tier.HOST, name))
         if stored or removed:
             changes[Tier.HOST] = TierHashes(Tier.HOST, stored, removed)
         return changes
@@ -263,6 +258,14 @@ class Tiers:
             announced = Tier.HOST if tier in HOST_TIERS else tier
             held.setdefault(announced, {}).update(dict.fromkeys(pool.block_hashes()))
         return tuple(TierHashes(tier, tuple(names)) for tier, names in held.items())
+
+    def parts(self, count: int) -> Iterator[TierHashes]:
+        """All blocks that can be read, a few slots after the other: what comes to a slot while this
+        goes on is among the changes, and a block does not change its slot."""
+        for tier, pool in tuple(self._pools.items()):
+            for first in range(0, pool.num_blocks, count):
+                found = pool.hashes_in(first, first + count)
+                yield TierHashes(Tier.HOST if tier in HOST_TIERS else tier, found)
 
     def holds(self, tier: Tier, block_hash: bytes) -> bool:
         """Whether it can be read from there."""

@@ -208,6 +208,11 @@ class TierPool:
     def block_hashes(self) -> tuple[bytes, ...]:
         return tuple(block_hash for block_hash, entry in self._entries.items() if entry.readable)
 
+    def hashes_in(self, first: int, end: int) -> tuple[bytes, ...]:
+        """Those in slots `[first, end)`."""
+        entries = self._owners[first:end]
+        return tuple(e.usage.block_hash for e in entries if e is not None and e.readable)
+
     def fill(self, found: Iterable[tuple[int, int, int, Usage]]) -> None:
         """Slot, checksum, bytes (0: the most) and usage of each block that is here already."""
         for slot, checksum, num_bytes, usage in found:

@@ -15,9 +15,8 @@ every hole is seen; one behind them may be overlooked, and then the worker finds
 it has to compute. What is claimed always ends before any block that was asked about and was not
 there.
 
-Work that grows with what one worker holds is put off: when a worker goes or restarts its blocks
-count no more, and are taken out some at a time by later calls. Only a snapshot of a worker that has
-blocks already replaces them in one call.
+Work that grows with what one worker holds is put off: when a worker goes or restarts, or a snapshot
+replaces many blocks, they count no more, and are taken out some at a time by later calls.
 
 In the native table a worker is a slot, a small number; what is known of a block at a slot are
 facts, one bit each. Hashes are packed, 16 bytes each.
@@ -44,6 +43,7 @@ FACT = {Tier.DEVICE: constants.DEVICE, Tier.HOST: constants.HOST, Tier.DISK: con
 EXPECTED: int = constants.EXPECTED
 SAID: int = constants.SAID  # all that a worker has said itself, in whatever tier
 STORE_GROUP = 2  # slots of object stores are in none of workers
+MAX_REPLACED = 1 << 14  # blocks of a worker that a snapshot takes out at once
 MAX_STORED = 1 << 22  # blocks of one object store; workers find others by asking for them
 NUM_RUNS: int = constants.NUM_RUNS  # in device memory, any memory, any tier, said by the worker
 
@@ -341,9 +341,8 @@ class PrefixIndex:
             for change in (device, *events.tiers, objects):
                 if not (change.stored or change.removed):
                     continue
+                self._store(view, change.tier, b"".join(change.stored))
                 slot, fact = self._place_of(view, change.tier)
-                if change.tier is not Tier.OBJECT or self.table.held(slot, fact) < MAX_STORED:
-                    self.table.change(slot, b"".join(change.stored), add=fact)
                 self.table.change(slot, b"".join(change.removed), drop=fact)
             view.seq = events.seq
         self._check_gap(view)
@@ -358,13 +357,14 @@ class PrefixIndex:
         if view is None:
             return False
         if view.seq is None or seq > view.seq:
-            if self.table.held(view.slot, SAID):
+            num_said = self.table.held(view.slot, SAID)
+            if num_said > MAX_REPLACED:
+                self._take_new_slot(view)
+            elif num_said:
                 self.table.drop_all(view.slot, SAID)
             for tier, block_hashes in tiers.items():
-                if not block_hashes:
-                    continue
-                slot, fact = self._place_of(view, tier)
-                self.table.change(slot, block_hashes, add=fact)
+                if block_hashes:
+                    self._store(view, tier, block_hashes)
             view.seq = seq
         self._check_gap(view)
         return self._ask(now, view)
@@ -433,6 +433,11 @@ class PrefixIndex:
         assert self._lagging == {w: v for w, v in self.views.items() if not v.in_step}
         self.table.check_integrity()
 
+    def _store(self, view: _View, tier: Tier, block_hashes: bytes) -> None:
+        slot, fact = self._place_of(view, tier)
+        if tier is not Tier.OBJECT or self.table.held(slot, fact) < MAX_STORED:
+            self.table.change(slot, block_hashes, add=fact)
+
     def _place_of(self, view: _View, tier: Tier) -> tuple[int, int]:
         """The slot and the fact by which the table knows what this worker has in a tier. What it
         has in the object store, all of its kind have."""
@@ -469,9 +474,13 @@ class PrefixIndex:
         return True
 
     def _restart(self, view: _View, epoch: int) -> None:
+        self._take_new_slot(view)
+        view.epoch, view.seq, view.seen, view.asked_at = epoch, None, -1, None
+
+    def _take_new_slot(self, view: _View) -> None:
+        """It holds nothing there, nor is anything expected."""
         del self.slots[view.slot]
         self.table.close(view.slot)
         view.slot = self.table.open(view.group)
         self.slots[view.slot] = view
         self.on_slot(view.worker, view.slot)
-        view.epoch, view.seq, view.seen, view.asked_at = epoch, None, -1, None

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvrelay.cluster.roles import make_worker
 from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.kv.events import SLICE
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.engine.messages import Refused, TokenDeltas
 from kvrelay.engine.node import Send, Wake, Woken
@@ -20,11 +21,12 @@ from kvrelay.engine.step import Execute, Sampled, Step, StepDone
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, CopyDone, PeerConnected, StoreIndex
 from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 from kvrelay.prefill_worker.messages import Prefill
-from kvrelay.worker.node import Worker
+from kvrelay.worker.node import TICK, Worker
 from tests.engine.configs import worker_config
 
 BLOCK_SIZE = 4
 VOCAB = 97
+SLICES_PER_TICK = 4
 
 
 def next_token(tokens: list[int]) -> int:
@@ -66,6 +68,7 @@ class World:
         self.indexed: dict[str, dict[int, DiskRecord]] = {}  # what the disk's index says, by slot
         self.queue: deque[tuple[str, Any]] = deque()
         self.to_router: list[Any] = []
+        self.slices_due: list[str] = []  # nodes that will send a slice of a snapshot
         self.reads: list[tuple[str, CopyBlocks]] = []
         self.hold_reads = False
         self.log: list[tuple[str, CopyBlocks]] = []  # every read that was asked for
@@ -124,8 +127,8 @@ class World:
                     for slot in remove:
                         self.indexed[node].pop(slot, None)
                     self.indexed[node].update({record.slot: record for record in put})
-                case Wake():
-                    pass
+                case Wake(_, tag) if tag == SLICE:
+                    self.slices_due.append(node)
 
     def next_token(self, tokens: list[int]) -> int:
         return next_token(tokens)
@@ -185,7 +188,11 @@ class World:
     def tick(self, after_s: float) -> None:
         self.now += after_s
         for node in self.workers:
-            self.deliver(node, Woken("tick"))
+            self.deliver(node, Woken(TICK))
+        for _ in range(SLICES_PER_TICK):
+            due, self.slices_due = self.slices_due, []
+            for node in due:
+                self.deliver(node, Woken(SLICE))
 
     def submit(
         self,

@@ -6,10 +6,16 @@ import random
 
 import pytest
 
-from kvrelay.engine.kv.block_hash import HASH_BYTES
+from kvrelay.engine.kv.block_hash import HASH_BYTES, unpack
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, Tier, TierHashes
-from kvrelay.router.index.prefix_index import NOTHING, Held, IndexTable, PrefixIndex
+from kvrelay.router.index.prefix_index import (
+    MAX_REPLACED,
+    NOTHING,
+    Held,
+    IndexTable,
+    PrefixIndex,
+)
 from kvrelay.router.native.bindings import bindings
 
 
@@ -241,3 +247,18 @@ def test_only_what_the_header_declares_is_exported() -> None:
     for shared in ("change_block", "find_runs", "local_at"):
         with pytest.raises(AttributeError):
             library[shared]
+
+
+def test_a_snapshot_in_place_of_many_blocks_leaves_them_to_later_calls() -> None:
+    before, after = chain(3, MAX_REPLACED + 1), chain(4, 100)
+    index = index_of({"a": before, "b": before})
+    slots = dict.fromkeys("ab", -1)
+    index.on_slot = lambda worker, slot: slots.update({worker: -1 if slot is None else slot})
+    index.restore(0.0, "a", 1, 7, {Tier.DEVICE: after})
+    assert slots == {"a": index.views["a"].slot, "b": -1}, "it has another slot"
+    assert index.table.num_blocks == MAX_REPLACED + 101, "no block was taken out yet"
+    assert index.lookup(0.0, before).held("a") == NOTHING
+    assert index.lookup(0.0, after).held("a").device == 100
+    assert index.lookup(0.0, before).held("b").device == MAX_REPLACED + 1
+    settle(index)
+    assert index.block_hashes("a") == set(unpack(after))
