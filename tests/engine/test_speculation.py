@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
+from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.messages import TokenDeltas
-from kvrelay.engine.request import FinishReason
+from kvrelay.engine.request import FinishReason, SamplingParams
+from kvrelay.engine.scheduling.selection import draft_rooms
+from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.step import Sampled, Step, StepDone
+from tests.engine.configs import worker_config
+from tests.engine.sequences import sequence
 from tests.engine.test_repeats import cached, ends
 from tests.worker.world import BLOCK_SIZE, World, checksum, next_token
 
@@ -146,18 +151,42 @@ def test_others_get_drafts_beside_a_request_whose_logits_are_edited() -> None:
     assert min(drafted.values()) > 10
 
 
-@pytest.mark.parametrize("has_room", [True, False])
-def test_a_draft_goes_on_in_a_new_block_where_the_pool_has_one_to_spare(has_room: bool) -> None:
-    """Nobody is preempted for it, and what it has filled has its checksum at once."""
-    world = Drafting(7, num_blocks=200 if has_room else 18, prefill_blocks=10)
+def test_a_draft_goes_on_in_a_new_block_where_the_pool_has_one_to_spare() -> None:
+    """And what it has filled has its checksum at once."""
+    world = Drafting(7)
     prompt = [1, 20, 21, 22] * 3
     world.submit("r0", prompt, 52, remote=False)
     while world.step():
         world.assert_checksums()
     assert world.output("r0", prompt) == reference(prompt, 52)
-    assert (world.num_crossing > 2) == has_room or not has_room
-    assert world.decode.core.scheduler.num_preemptions == 0
+    assert world.num_crossing > 2
     world.assert_idle()
+
+
+def test_where_there_is_no_block_to_be_had_drafts_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, grow = list[int](), KVCacheManager.grow
+
+    def denied(self: KVCacheManager, seq: Sequence, num_unknown: int = 0) -> bool:
+        asked.append(num_unknown)
+        return num_unknown == 0 and grow(self, seq, num_unknown)
+
+    monkeypatch.setattr(KVCacheManager, "grow", denied)
+    world = serve(Drafting(7))
+    assert any(asked)
+    assert world.drafts
+    assert world.num_crossing == 0
+    for name, prompt in PROMPTS.items():
+        assert world.output(name, prompt) == reference(prompt, LENGTHS[name])
+
+
+def test_with_states_drafts_stay_in_their_block() -> None:
+    sizes = {"block_size": 16, "num_blocks": 40}
+    sampling = SamplingParams(max_tokens=100)
+    seqs = [sequence([1] * n, num_prompt_tokens=1, sampling=sampling) for n in (4, 13, 16, 99)]
+    assert draft_rooms(seqs, worker_config(**sizes, has_states=True), 7) == [7, 3, 0, 1]
+    assert draft_rooms(seqs, worker_config(**sizes), 7) == [7, 7, 7, 1]
 
 
 def test_drafts_in_a_small_pool_are_preempted_and_finish_right() -> None:
