@@ -228,8 +228,8 @@ class ModelRunner:
             raise
 
     def _identity(self, path: Path) -> WeightsIdentity | None:
-        """Of what a process that this one was forked from may have kept; None: it keeps nothing for
-        this one."""
+        """Names what a process that this one was forked from may have kept; None: it keeps nothing
+        for this one."""
         if self.device.type != "cpu" or self._member is not None:
             return None
         return WeightsIdentity.of(path, self.config, self.dtype, self._quantization)
