@@ -80,5 +80,5 @@ def coded_bytes(spec: KVSpec, num_kv_heads: int) -> int:
 
 @cache
 def load_native() -> Any:
-    """Raises NativeBuildError."""
+    """The functions, compiled when first asked for. Raises NativeBuildError."""
     return load(SOURCE, ("-march=native",), ffi=declarations(SOURCE.with_suffix(".h")))

@@ -207,6 +207,10 @@ class RayWorkers:
         self.is_answered = False  # by Ray, when it was asked last
 
     def start(self, spec: WorkerSpec) -> None:
+        before = self._running.get(spec.worker)
+        if self._here is not None and before is not None and before.guardian is not None:
+            before.task.cancel()  # it was asked to end, and is not waited for
+            self._spare(spec.worker, before)
         task = asyncio.create_task(self._start(spec))
         self._running[spec.worker] = _Running(spec.epoch, None, task, spec.role)
 

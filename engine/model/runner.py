@@ -261,8 +261,8 @@ class ModelRunner:
             raise
 
     def _identity(self, path: Path) -> WeightsIdentity | None:
-        """Of what a process that this one was forked from may have kept; None: it keeps nothing for
-        this one."""
+        """Names what a process that this one was forked from may have kept; None: it keeps nothing
+        for this one."""
         if self.device.type != "cpu" or self._member is not None:
             return None
         return WeightsIdentity.of(path, self.config, self.dtype, self._quantization)
@@ -334,8 +334,7 @@ class ModelRunner:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is in `failed`, one
         outside the vocabulary in `invalid`, one that its grammar stops in `ungrammatical`, one
-        without what it needs in `waiting` or `unloaded`, and one for which no token can be drawn in
-        `unsampled`."""
+        without what it needs in `waiting` or `unloaded`, one that draws no token in `unsampled`."""
         began = perf_counter()
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
