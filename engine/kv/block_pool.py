@@ -70,7 +70,7 @@ class BlockPool:
         self.num_evictions = 0
         self.num_freed = 0  # blocks that have become free, or are worth less than before
         self.num_renamed = 0  # hashes that have come or gone
-        self.num_dropped = 0  # of them, those that have gone out of their turn
+        self.num_dropped = 0  # hashes that have gone out of turn, not evicted
         self.kinds = bytearray()  # by block, set by their owner; empty: all are of one kind
         self.evictions = [0] * NUM_KINDS  # by kind, where there are several
 

@@ -51,7 +51,7 @@ class KVCacheManager:
         self.collect_decoded = False  # True: with the windows that a sequence leaves as it decodes
         self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
         self.newly_passed: list[bytes] = []  # were sealed by decodes, and windows have left them
-        self.lack = NO_LACK  # of the sequence that was last not admitted
+        self.lack = NO_LACK  # what the last one that was not admitted lacked
         self._tables: dict[Sequence, list[int]] = {}
         self._parting: set[int] = set()
         self._has_windows = self.windows.any

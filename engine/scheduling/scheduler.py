@@ -85,7 +85,7 @@ class Scheduler:
         self._next_step_id = 0
         self._awaited = -1  # the step whose tokens draft tokens will follow
         self._isolation = Isolation()
-        self._lacks = Lacks(kv)  # of those that wait
+        self._lacks = Lacks(kv)  # what those that wait lack
         self._paused_at: float | None = None  # when a step began without the decodes that waited
         self._interactive_at = -inf  # when there was an interactive sequence to compute
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
