@@ -70,7 +70,9 @@ class Arrival:
     first: int = 0
     covers: int = 0  # the end of what the producer exports, where it tells it
     own: list[Source | None] = field(default_factory=list)  # None: the table has no block there
+    is_own_posted: bool = False  # they are all read from the start on
     offers: dict[int, Offer] = field(default_factory=dict)
+    new: list[int] = field(default_factory=list)  # offers that may not be posted yet
     posted: set[int] = field(default_factory=set)
     good: set[int] = field(default_factory=set)
     reads: dict[TransferId, Read] = field(default_factory=dict)
@@ -91,8 +93,9 @@ class Arrival:
         self.epoch, self.lease = ready.epoch, ready.lease
         blocks = zip(ready.block_ids, ready.checksums, strict=True)
         for index, (block, checksum) in enumerate(blocks, start=ready.first):
-            if block != NO_BLOCK:
-                self.offers.setdefault(index, Offer(ready.tier, block, checksum))
+            if block != NO_BLOCK and index not in self.offers:
+                self.offers[index] = Offer(ready.tier, block, checksum)
+                self.new.append(index)
         seq = self.seq
         if seq.awaits_producer:
             seq.is_offered = True
@@ -146,6 +149,11 @@ class Arrival:
         while end < limit and (end in self.good or table[end] == NO_BLOCK):
             end += 1
         return end
+
+    def take_new(self) -> list[int]:
+        """Blocks that have been offered since the last call, and are to be read."""
+        new, self.new = self.new, []
+        return sorted(i for i in new if self.takes_offer(i) and i not in self.posted)
 
     def takes_offer(self, index: int) -> bool:
         """Whether this block is read from the producer."""
