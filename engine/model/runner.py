@@ -14,14 +14,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
-from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.batch import Batch, Guard, Limits, Table
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -166,7 +165,7 @@ class ModelRunner:
         except kernels.KernelsUnavailable as error:
             raise ModelError(f"engine.drafter {config.path}: {error}") from error
 
-    def _with_drafts(self, step: Step, tables: list[np.ndarray]) -> tuple[Step, list[int], float]:
+    def _with_drafts(self, step: Step, tables: list[Table]) -> tuple[Step, list[int], float]:
         """`step` with what is drafted for it, how many tokens each sequence got, and seconds."""
         seqs, began, counts = [*step.seqs], perf_counter(), [0] * len(step.seqs)
         if not any(seq.num_drafts for seq in seqs):
@@ -187,7 +186,7 @@ class ModelRunner:
     def _keep_drafter(
         self,
         step: Step,
-        tables: list[np.ndarray],
+        tables: list[Table],
         sampled: list[Sampled | None],
         outputs: torch.Tensor,
     ) -> None:
@@ -342,7 +341,7 @@ class ModelRunner:
     def _run(
         self,
         step: Step,
-        tables: list[np.ndarray],
+        tables: list[Table],
         masks_of: Masks | None,
         loaded: Mapping[bytes, RowTerms],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:

@@ -34,7 +34,7 @@ from kvrelay.engine.scheduling.selection import (
     victim,
     waited_s,
 )
-from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
+from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
@@ -53,7 +53,7 @@ def _makes_room(one: Sequence, other: Sequence) -> bool:
 
 
 def _num_blocks(seqs: list[Sequence]) -> int:
-    return sum(len(each.block_ids) - each.block_ids.count(NO_BLOCK) for each in seqs)
+    return sum(each.block_ids.num_held for each in seqs)
 
 
 class InFlight(NamedTuple):
@@ -367,9 +367,6 @@ class Scheduler:
         if not found:
             return None
         next_step = Step(self._next_step_id, [self._share(seq, 1, index) for seq, index in found])
-        if self.kv.windows.any:  # a table is read while `step` ends, by which its entries change
-            for share in next_step.seqs:
-                share.block_ids = list(share.block_ids)
         next_step.may_be_followed = True
         return self._begin(next_step, [seq for seq, _ in found])
 

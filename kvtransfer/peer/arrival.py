@@ -9,16 +9,17 @@ and are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvrelay.engine.cost import blocks_worth_loading
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId, Note
 from kvrelay.engine.request import TokenLogprobs
-from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.sequence import Sequence
 from kvrelay.kvtransfer.agent import UNKNOWN, TransferId
 from kvrelay.kvtransfer.messages import KVReady
 from kvrelay.kvtransfer.peer.handoff import ConsumerState, Key
@@ -125,8 +126,16 @@ class Arrival:
     @property
     def is_cut_short(self) -> bool:
         """The producer has lost blocks that it was about to export, and a part is of no use."""
-        indices = range(self.own_end, min(self.covers, len(self.seq.block_ids)))
-        return self.final and any(self.takes_offer(i) and i not in self.offers for i in indices)
+        needed = self._needed(self.own_end, min(self.covers, len(self.seq.block_ids)))
+        return self.final and any(index not in self.offers for index in needed)
+
+    def _needed(self, first: int, end: int) -> Iterator[int]:
+        """Those of entries `[first, end)` that the table has a block for."""
+        table = self.seq.block_ids
+        count = max(1, table.num_groups)
+        for index, block in table.entries(first // count, -(-end // count)):
+            if first <= index < end and block != NO_BLOCK:
+                yield index
 
     @property
     def has_all(self) -> bool:
@@ -134,18 +143,15 @@ class Arrival:
         complete = self.final or self.mode is Mode.LOAD
         if not complete or self.reads:
             return False
-        missing = set(range(self.first, self.end)) - self.posted
-        return all(self.seq.block_ids[index] == NO_BLOCK for index in missing)
+        return self.posted.issuperset(self._needed(self.first, self.end))
 
     def good_end(self, *, trust_producer: bool) -> int:
         """The end of the blocks that may be used: in order, with the right bytes, and of those of
         the producer only if it has confirmed them. None of a sequence that has ended: its table is
         empty."""
-        end, table = self.first, self.seq.block_ids
-        limit = min(self.end if trust_producer else self.own_end, len(table))
-        while end < limit and (end in self.good or table[end] == NO_BLOCK):
-            end += 1
-        return end
+        limit = min(self.end if trust_producer else self.own_end, len(self.seq.block_ids))
+        needed = self._needed(self.first, limit)
+        return next((index for index in needed if index not in self.good), max(self.first, limit))
 
     def takes_offer(self, index: int) -> bool:
         """Whether this block is read from the producer."""
@@ -255,7 +261,7 @@ def _choose_window(
         return index in found
 
     windows = kv.windows
-    end = 0 if seq.is_remote else windows.reach(len(block_hashes), has)
+    end = 0 if seq.is_remote else windows.reach(len(block_hashes), has, first // windows.count)
     needed = [index for index in windows.kept(windows.tokens(end)) if index >= first]
     cost_s = sum(load_s(found[index].tier) for index in needed)
     if cost_s >= (end - first) / windows.count * compute_s or not kv.expect(seq, end):

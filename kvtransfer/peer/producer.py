@@ -18,11 +18,12 @@ from itertools import count, takewhile
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.block_hash import of_groups
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Send
 from kvrelay.engine.request import TokenLogprobs
-from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.sequence import Sequence
 from kvrelay.kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady, KVRefused
 from kvrelay.kvtransfer.peer.handoff import Key, ProducerEvent, ProducerState, next_producer
 from kvrelay.kvtransfer.tiers.blocks import Source
@@ -216,11 +217,12 @@ class Producer:
         key = (fetch.request_id, fetch.attempt)
         if key in self.leases:
             return []  # a repeat
-        windows, names = self._kv.windows, fetch.block_hashes
+        windows = self._kv.windows
+        names: Seq[bytes] = fetch.block_hashes
         indices: Seq[int] = range(fetch.first, fetch.first + len(names))
         covers = 0
         if windows.any:
-            names = tuple(of_groups(names, windows.count))
+            names = of_groups(names, windows.count)
             covers = self._reach(fetch.first, names)
             indices = windows.kept_of(fetch.first, covers, windows.tokens(covers))
             names = tuple(names[index - fetch.first] for index in indices)
@@ -230,7 +232,7 @@ class Producer:
             number=next(self._export_numbers),
             until=now + min(STAGE_TIMEOUT_S, self._config.lease_s),
             indices=indices,
-            block_hashes=names,
+            block_hashes=tuple(names),
             first=fetch.first,
             covers=covers,
         )
@@ -294,7 +296,8 @@ class Producer:
             name = names[index - first]
             return self._kv.pool.is_cached(name) or bool(self._tiers.find([name]))
 
-        return self._kv.windows.reach(first + len(names), has)
+        known = first // self._kv.windows.count
+        return self._kv.windows.reach(first + len(names), has, known)
 
     def _announce_run(
         self, export: PrefixExport, tier: Tier, blocks: Seq[int], sums: Seq[int]

@@ -7,10 +7,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from kvrelay.engine.model.batch import Limits
+from kvrelay.engine.model.batch import Limits, Table
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.recurrent import described_matrix
@@ -66,7 +65,7 @@ class CpuDraft(CpuDecode):
             request.known = self._known.data_ptr()
 
     def propose(
-        self, shares: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], states: torch.Tensor
+        self, shares: Sequence[ScheduledSeq], tables: Sequence[Table], states: torch.Tensor
     ) -> list[list[int]]:
         """As many tokens after each of `shares`, which have one, as all of them ask for."""
         count = len(shares)
@@ -83,7 +82,7 @@ class CpuDraft(CpuDecode):
         ]
 
     def keep(
-        self, shares: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], states: torch.Tensor
+        self, shares: Sequence[ScheduledSeq], tables: Sequence[Table], states: torch.Tensor
     ) -> None:
         """Writes keys and values of all tokens of `shares`; states: before each."""
         self._place(shares, tables)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.batch import Batch, Limits, Table
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import constants, structure
@@ -317,13 +317,13 @@ class CpuDecode:
         )
         self._capacity = self._splits = 0
         self._rows: dict[str, np.ndarray] = {}
-        self._held: list[tuple[np.ndarray, SamplingParams]] = []
+        self._held: list[tuple[Table, int, SamplingParams]] = []  # with how many rows
         self._lengths: list[int] = []  # context of each row, in tokens
 
     def execute(
         self,
         step: Step,
-        tables: Sequence[np.ndarray],
+        tables: Sequence[Table],
         masks_of: Masks | None = None,
         loaded: Mapping[bytes, RowTerms] = NOTHING_LOADED,
     ) -> list[Sampled] | None:
@@ -360,7 +360,7 @@ class CpuDecode:
             for first, *more in columns
         ]
 
-    def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray]) -> int:
+    def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[Table]) -> int:
         """Fills in the rows of `seqs`, and returns how many they are."""
         count = sum(len(seq.input_tokens) for seq in seqs)
         self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
@@ -406,7 +406,7 @@ class CpuDecode:
             most = min(most, *(min(size - s.start % size, longest - s.start) for s in step.seqs))
         return most
 
-    def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], count: int) -> None:
+    def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[Table], count: int) -> None:
         """Fills in `count` rows for the kernel."""
         rows, held, request = self._rows, self._held, self._request
         request.num_seqs = len(seqs)
@@ -418,14 +418,14 @@ class CpuDecode:
             self._lengths = lengths
             rows["query_len"][: len(seqs)] = lengths
             rows["query_start"][: len(seqs)] = np.cumsum(lengths) - lengths
-        self._held = [(blocks, seq.sampling) for seq, blocks in zip(seqs, tables, strict=True)]
-        for index, (blocks, sampling) in enumerate(self._held):
-            old = held[index] if index < len(held) else (None, None)
-            if old[0] is not blocks:
-                groups = request.num_groups
-                of_groups = blocks.reshape(-1, groups).T
-                rows["block_tables"][:, index, : len(blocks) // groups] = of_groups
-            is_new = is_new or old[1] is not sampling
+        both = zip(seqs, tables, strict=True)
+        self._held = [(table, table.num_rows, seq.sampling) for seq, table in both]
+        for index, (table, num_rows, sampling) in enumerate(self._held):
+            old = held[index] if index < len(held) else (None, 0, None)
+            first = old[1] if old[0] is table else 0
+            if first < num_rows:
+                table.write(rows["block_tables"][:, index], first, num_rows)
+            is_new = is_new or old[2] is not sampling
         if is_new:
             rows["draws"][:count] = [draw_of(seq) for seq in seqs for _ in seq.input_tokens]
             stops = [seq.sampling.stop_token_ids for seq in seqs]
