@@ -255,8 +255,8 @@ def draft_features(depth: int, num_tokens: int) -> tuple[float, float, float]:
 class DraftCosts(NamedTuple):
     """What draft tokens cost, as a worker has measured it; empty: it has not yet."""
 
-    rows: tuple[float, ...] = ()  # of passes, by `row_features`
-    drafting: tuple[float, ...] = ()  # of the executor's drafter, by `draft_features`
+    rows: tuple[float, ...] = ()  # seconds of passes, by `row_features`
+    drafting: tuple[float, ...] = ()  # and those of the executor's drafter, by `draft_features`
     error: float = inf  # how exactly it is known what a row more takes: a standard error, relative
 
 
@@ -277,7 +277,7 @@ class StepTiming:
         self.row_cost = FittedCost(ROW_SHAPE)  # passes, by their rows
         self.draft_cost = FittedCost(DRAFT_SHAPE)  # what the executor's drafter takes
         self._num_drafted = 0  # steps in which it was asked
-        self._row_error = inf  # as of `DraftCosts`
+        self._row_error = inf  # what `DraftCosts.error` is
         self._waited_s = 0.0  # by a prompt, as of the last step in which one was computed
 
     def on_step(

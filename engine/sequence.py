@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from kvrelay.engine.kv.block_hash import BlockChain
+from kvrelay.engine.kv.block_table import BlockTable
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.needs import Need
 from kvrelay.engine.node import NodeId
@@ -19,8 +21,6 @@ from kvrelay.engine.request import (
 )
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.waiting import Passes
-
-NO_BLOCK = -1  # in a block table: freed, or never needed
 
 
 class SeqState(StrEnum):
@@ -52,7 +52,7 @@ class Sequence:
     retention: Retention  # the worker's own, where the request has none
     reserve_growth: bool = True  # False: no token will follow the one that is sampled here
     state: SeqState = SeqState.WAITING
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTable = field(default_factory=BlockTable)
     num_hits: int = 0  # blocks that were cache hits at admission
     num_sealed: int = 0
     num_covered: int = 0  # entries, from the first, that have the blocks which are needed
@@ -165,7 +165,7 @@ class Sequence:
         self.pooled = outputs.embedding
 
     @property
-    def block_hashes(self) -> list[bytes]:
+    def block_hashes(self) -> Seq[bytes]:
         """Hashes of all full blocks of `tokens`, of every group."""
         return self.chain.extend_groups(self.tokens)
 

@@ -7,9 +7,10 @@ its reads, when the request is aborted, or when the lease expires.
 
 from __future__ import annotations
 
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.node import Effect
 from kvrelay.engine.request import FinishReason
-from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.sequence import Sequence
 from kvrelay.kvtransfer.peer.arrival import Mode, Settled
 from kvrelay.kvtransfer.peer.handoff import ProducerEvent
 from kvrelay.kvtransfer.peer.producer import Handoff, Producer
@@ -85,14 +86,13 @@ class Prefills(RoleHandler):
         effects: list[Effect] = []
         for run in runs:
             is_last = final and run is runs[-1]
-            blocks = tuple(
-                seq.block_ids[index] if windows.keeps(index, num_tokens) else NO_BLOCK
-                for index in run
-            )
+            blocks, entries = [NO_BLOCK] * len(run), seq.block_ids[run.start : run.stop]
+            for index in windows.kept_of(run.start, run.stop, num_tokens):
+                blocks[index - run.start] = entries[index - run.start]
             announced = self.producer.announce(
                 handoff,
                 run.start,
-                blocks,
+                tuple(blocks),
                 tuple(kv.checksums[block] if block != NO_BLOCK else 0 for block in blocks),
                 num_tokens=seq.num_computed,
                 final=is_last,

@@ -23,7 +23,7 @@ from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDelta
 from kvrelay.engine.node import Effect, Exit, NodeId, Note, Send, Unsendable, Wake, Woken
 from kvrelay.engine.plug import Plug
 from kvrelay.engine.request import Refusal
-from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
+from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import (
     Audit,
     AuditRequest,
@@ -187,17 +187,16 @@ class KVExchange:
             return
         windows = core.kv.windows
         settled_at = windows.tokens(settled.end)
-        num_tokens = 0  # not computed because of the next block that has come
-        for index in range(arrival.first, settled.end):
-            num_tokens += 0 if index % windows.count else windows.block_size
-            if seq.block_ids[index] == NO_BLOCK:
-                continue
-            core.kv.checksums[seq.block_ids[index]] = arrival.checksum(index)
+        first, end = arrival.first // windows.count, settled.end // windows.count
+        for index, block in seq.block_ids.entries(first, end):
+            core.kv.checksums[block] = arrival.checksum(index)
             source = arrival.source_tier(index)
             core.count(f"blocks_from_{source}")
-            if not settled.complete and not seq.has_own_kv:
+            row = index // windows.count  # the rows up to it are not computed
+            if row >= first and not settled.complete and not seq.has_own_kv:
+                num_tokens = (row + 1 - first) * windows.block_size
                 seq.cached_by_source[source] = seq.cached_by_source.get(source, 0) + num_tokens
-            num_tokens = 0
+            first = max(first, row + 1)
         if settled.complete:
             seq.num_computed, seq.has_own_kv = len(seq.tokens), True
         elif settled.end > arrival.first:

@@ -118,7 +118,7 @@ class Likely:
         self._share, self._answers = share, dict[tuple[int, ...], list[int]]()
 
     def open(self, *args: Any) -> Drafter:
-        """In place of `open_drafter`."""
+        """Opens one that is right so often."""
         drafter = open_drafter(*args)
         self._draft, drafter.draft = drafter.draft, self.draft  # type: ignore[method-assign]
         return drafter

@@ -23,8 +23,8 @@ from benchmarks.report import json_option, make_console, number_table, write_jso
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import load_config
 from kvrelay.cluster.prepare import prepare_model
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sequence import NO_BLOCK
 from kvrelay.lab.bench.engine import Generated, LoneWorker
 
 DEFAULT_JSON = Path(__file__).parents[1] / "results" / "window.json"

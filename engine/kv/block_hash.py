@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import blake2b
+from itertools import repeat
 from pathlib import Path
+from typing import overload
 
 from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.native import NativeBuildError, declarations, load
@@ -48,17 +50,57 @@ def group_hash(first: bytes, group: int) -> bytes:
 
     Each byte is changed alike: names stay as different from each other as they were, and native
     code finds them as fast."""
-    mask = int.from_bytes(bytes((group,)) * HASH_BYTES)
-    return (int.from_bytes(first) ^ mask).to_bytes(HASH_BYTES)
+    return first.translate(_changes(group))
 
 
-def of_groups(block_hashes: Iterable[bytes], num_groups: int) -> list[bytes]:
+@cache
+def _changes(group: int) -> bytes:
+    """Each byte as it is in names of that group."""
+    return bytes(byte ^ group for byte in range(256))
+
+
+class GroupNames(Sequence[bytes]):
+    """Names of the blocks of all groups, row by row, made when they are read: of most rows only one
+    group's are. Not more than there are when it is made."""
+
+    __slots__ = ("_first", "_indices", "_num_groups")
+
+    def __init__(
+        self, first: Sequence[bytes], num_groups: int, indices: range | None = None
+    ) -> None:
+        """first: the names of the first group's, to which more may be added."""
+        self._first, self._num_groups = first, num_groups
+        self._indices = range(len(first) * num_groups) if indices is None else indices
+
+    def of_groups(self, groups: Sequence[int], rows: range) -> list[bytes]:
+        """Those of some groups in some rows, row by row; of all that it is made of."""
+        first = self._first[rows.start : rows.stop]
+        if len(groups) == 1:
+            return (
+                [*map(bytes.translate, first, repeat(_changes(groups[0])))]
+                if groups[0]
+                else [*first]
+            )
+        changes = [_changes(group) for group in groups]
+        return [name.translate(change) for name in first for change in changes]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> GroupNames: ...
+    def __getitem__(self, at: int | slice) -> bytes | GroupNames:
+        if isinstance(at, slice):
+            return GroupNames(self._first, self._num_groups, self._indices[at])
+        row, group = divmod(self._indices[at], self._num_groups)
+        return group_hash(self._first[row], group) if group else self._first[row]
+
+
+def of_groups(block_hashes: Sequence[bytes], num_groups: int) -> Sequence[bytes]:
     """Names of the blocks of all groups, row by row, given those of the first."""
-    names: list[bytes] = []
-    for each in block_hashes:
-        names.append(each)
-        names += [group_hash(each, group) for group in range(1, num_groups)]
-    return names
+    return block_hashes if num_groups == 1 else GroupNames(block_hashes, num_groups)
 
 
 def unpack(packed: bytes | bytearray | memoryview) -> list[bytes]:
@@ -69,11 +111,9 @@ def unpack(packed: bytes | bytearray | memoryview) -> list[bytes]:
 
 class BlockChain:
     """Hashes of the full blocks of a sequence that grows. Invariant: `block_hashes` are of tokens
-    that it was last extended with, whose beginning never changes; `_packed` is their beginning, and
-    `_all` names the blocks of all groups of a beginning."""
+    that it was last extended with, whose beginning never changes; `_packed` is their beginning."""
 
     __slots__ = (
-        "_all",
         "_num_groups",
         "_num_public",
         "_packed",
@@ -90,7 +130,6 @@ class BlockChain:
         self.fingerprint = fingerprint
         self.block_size = block_size
         self.block_hashes: list[bytes] = []
-        self._all: list[bytes] = []
         self._num_groups = num_groups
         self._packed = bytearray()
         self._salt = scope.salt
@@ -144,14 +183,9 @@ class BlockChain:
             block_hashes += _chain(parent, new, step)
         return block_hashes
 
-    def extend_groups(self, tokens: Sequence[int]) -> list[bytes]:
-        """As `extend`, of every group: row by row. Not to be changed."""
-        block_hashes = self.extend(tokens)
-        if self._num_groups == 1:
-            return block_hashes
-        done = len(self._all) // self._num_groups
-        self._all += of_groups(block_hashes[done:], self._num_groups)
-        return self._all
+    def extend_groups(self, tokens: Sequence[int]) -> Sequence[bytes]:
+        """Returns what `extend` does, for every group: row by row."""
+        return of_groups(self.extend(tokens), self._num_groups)
 
     def _parent(self, index: int) -> bytes:
         """Returns the hash before block `index`, or the root."""

@@ -7,13 +7,15 @@ or hit again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
 from itertools import compress, islice
 from math import inf
+from typing import cast
 
 NUM_KINDS = 3
 LOW_SHARE = 0.25  # low classes of service may have so much of a pool at the cost of cached blocks
+LOOKED_UP = 256  # hashes at a time, of which one may be missing
 LEFT_S = 300.0  # and all cached blocks that were not used for this long
 
 
@@ -70,7 +72,7 @@ class BlockPool:
         self.num_evictions = 0
         self.num_freed = 0  # blocks that have become free, or are worth less than before
         self.num_renamed = 0  # hashes that have come or gone
-        self.num_dropped = 0  # of them, those that have gone out of their turn
+        self.num_dropped = 0  # hashes that have gone out of turn, not evicted
         self.kinds = bytearray()  # by block, set by their owner; empty: all are of one kind
         self.evictions = [0] * NUM_KINDS  # by kind, where there are several
 
@@ -125,9 +127,10 @@ class BlockPool:
     def num_references(self) -> int:
         return sum(self._refs)
 
-    def is_private(self, block: int) -> bool:
-        """Whether `block` may be written: it has one reference and no hash."""
-        return self._refs[block] == 1 and self._hashes[block] is None
+    def are_private(self, blocks: Iterable[int]) -> bool:
+        """Whether these may be written: they have one reference and no hash."""
+        refs, hashes = self._refs, self._hashes
+        return not [block for block in blocks if refs[block] != 1 or hashes[block] is not None]
 
     def has_hash(self, block: int, block_hash: bytes) -> bool:
         return self._hashes[block] == block_hash
@@ -139,28 +142,34 @@ class BlockPool:
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
 
-    def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
+    def lookup(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Blocks that hold the longest cached prefix of `block_hashes`."""
         blocks: list[int] = []
-        for block_hash in block_hashes:
-            block = self._by_hash.get(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
+        names = iter(block_hashes)
+        while found := [*map(self._by_hash.get, islice(names, LOOKED_UP))]:
+            if None in found:
+                return [*blocks, *cast("list[int]", found[: found.index(None)])]
+            blocks += cast("list[int]", found)
         return blocks
 
-    def acquire(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of `blocks`, which are sealed."""
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """One more reference to each of `blocks`, which are sealed. Many at once: those of a long
+        prefix."""
+        refs = self._refs
+        assert None not in map(self._hashes.__getitem__, blocks)
+        idle = [block for block in blocks if not refs[block]]
         for block in blocks:
-            assert self._hashes[block] is not None
-            if self._refs[block] == 0:
-                del self._idle(block)[block]
-            self._refs[block] += 1
+            refs[block] += 1
+        if not self._evictable_low:
+            deque(map(self._evictable.__delitem__, idle), maxlen=0)
+            return
+        for block in idle:
+            del self._idle(block)[block]
 
-    def claim(self, blocks: Iterable[int]) -> None:
+    def claim(self, blocks: Sequence[int]) -> None:
         """A request that is of no low class has a reference to each of these."""
-        for block in blocks:
-            assert self._refs[block] > 0
+        assert all(map(self._refs.__getitem__, blocks))
+        for block in blocks if self._num_low else ():
             self._mark(block, low=False)
 
     def hold(self, blocks: Iterable[int]) -> None:
@@ -197,19 +206,27 @@ class BlockPool:
         """One reference less to each. The end of a sequence is evicted before its beginning,
         because a prefix is useful without its continuation, but not the other way round.
         `evict_first`: these are evicted before all others."""
-        for block in blocks if evict_first else reversed(blocks):
-            assert self._refs[block] > 0
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self.num_freed += 1
-                if self._hashes[block] is None:
-                    self._mark(block, low=False)
-                    self._blank.append(block)
-                else:
-                    idle = self._idle(block)
-                    idle[block] = -inf if evict_first else self.now
-                    if evict_first:
-                        idle.move_to_end(block, last=False)
+        refs, hashes = self._refs, self._hashes
+        assert all(map(refs.__getitem__, blocks))
+        for block in blocks:
+            refs[block] -= 1
+        freed = [block for block in blocks if not refs[block]]
+        self.num_freed += len(freed)
+        if not evict_first:
+            freed.reverse()
+        blank = [block for block in freed if hashes[block] is None]
+        for block in blank if self._num_low else ():
+            self._mark(block, low=False)
+        self._blank += blank
+        cached = freed if not blank else [block for block in freed if hashes[block] is not None]
+        if not (self._num_low or evict_first):
+            self._evictable.update(dict.fromkeys(cached, self.now))
+            return
+        for block in cached:
+            idle = self._idle(block)
+            idle[block] = -inf if evict_first else self.now
+            if evict_first:
+                idle.move_to_end(block, last=False)
 
     def demote(self, block_hashes: Iterable[bytes], spared: Container[int]) -> None:
         """Those of these blocks that nothing uses are evicted before all others, the last of them

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import compress
 from math import inf
 from typing import NamedTuple
 
+from kvrelay.engine.kv.block_hash import GroupNames
 from kvrelay.engine.kv.block_pool import BlockPool
+from kvrelay.engine.kv.block_table import NO_BLOCK, BlockTable, Part
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.kv.window import GROUP_KINDS, Windows
-from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.stats import GroupBlocks
 
 
@@ -25,14 +29,30 @@ class Lack(NamedTuple):
 NO_LACK = Lack(0, 0, 0, inf)
 
 COPY_LAG = 4  # rows that copies to the lower tiers may be behind what is decoded
+COMPARED = 32  # rows of a table that is as it was, in each step
+
+
+class _Held:
+    """What the manager has given a sequence, and what it has found of the sequence's own table:
+    `sound` is as `table`, as long as it has so many rewrites. Rows up to `compared` were looked at
+    again meanwhile."""
+
+    __slots__ = ("compared", "num_rewrites", "sound", "table")
+
+    def __init__(self, table: BlockTable, sound: BlockTable) -> None:
+        self.table, self.sound = table, sound
+        self.num_rewrites = self.compared = 0
 
 
 class KVCacheManager:
     """Allocates and frees the blocks of sequences.
 
     Invariant: the pool's reference counts are those of the block tables of the live sequences in
-    `_tables`; `block_ids` of a sequence is its own copy of its table. Every checksum belongs to a
+    `_held`; `block_ids` of a sequence is its own copy of its table. Every checksum belongs to a
     block whose bytes have not changed since it was taken.
+
+    What a step costs here is in proportion to the rows that it adds, and what a prompt costs to the
+    blocks that it reads: of a window those at its end (docs/adr/0083).
 
     Where layers attend to a window, their blocks that are not read again are freed (`slide`), and a
     long prompt has them for its next chunks only. Blocks freed so are evicted first; but not those
@@ -51,9 +71,11 @@ class KVCacheManager:
         self.collect_decoded = False  # True: with the windows that a sequence leaves as it decodes
         self.newly_sealed: list[tuple[int, bytes, Retention]] = []  # block, its hash
         self.newly_passed: list[bytes] = []  # were sealed by decodes, and windows have left them
-        self.lack = NO_LACK  # of the sequence that was last not admitted
-        self._tables: dict[Sequence, list[int]] = {}
+        self.lack = NO_LACK  # what the last sequence that was not admitted lacked
+        self._held: dict[Sequence, _Held] = {}
         self._parting: set[int] = set()
+        # Where sequences have left windows: the first group's block before it.
+        self._left_at: dict[bytes, None] = {}
         self._has_windows = self.windows.any
         self._kinds = [GROUP_KINDS.index(window.kind) for window in self.windows.groups]
         num_states, num_whole = self._kinds.count(2), max(1, self._kinds.count(0))
@@ -61,7 +83,7 @@ class KVCacheManager:
         if len(self._kinds) > 1:
             self.pool.kinds = bytearray(num_blocks)
 
-    def usable_hashes(self, seq: Sequence) -> list[bytes]:
+    def usable_hashes(self, seq: Sequence) -> Seq[bytes]:
         """Hashes of the blocks that a prefix hit may cover."""
         return seq.block_hashes[: self.num_usable(seq)]
 
@@ -77,14 +99,21 @@ class KVCacheManager:
         block_hashes = self.usable_hashes(seq)
         if not self._has_windows:
             return len(self.pool.lookup(block_hashes))
+        rows = len(block_hashes) // self.windows.count
+        for window, groups in self.windows.parts:
+            for group in () if window.size else groups:
+                names = _names_of(block_hashes, (group,), range(rows))
+                rows = len(self.pool.lookup(names))
         return self.windows.reach(
-            len(block_hashes), lambda index: self.pool.is_cached(block_hashes[index])
+            rows * self.windows.count,
+            lambda index: self.pool.is_cached(block_hashes[index]),
+            known=rows,
         )
 
     @property
     def num_low(self) -> int:
         """Sequences of low classes that have blocks."""
-        return sum(seq.is_low for seq in self._tables)
+        return sum(seq.is_low for seq in self._held)
 
     def lacks(self, seq: Sequence, num_blocks: float) -> bool:
         """Whether at least so many blocks of `seq` are not cached, found by looking at one. False
@@ -102,34 +131,30 @@ class KVCacheManager:
         assert not seq.block_ids
         if self.pool.num_free <= headroom:
             return False  # the block of its last token is never a cache hit
-        table = self._cached(seq)
-        hits = [block for block in table if block != NO_BLOCK]
-        num_free = self.pool.num_free
+        windows, low = self.windows, seq.is_low
+        end, goal, table = self._cached(seq)
+        hits, num_free = table.blocks(), self.pool.num_free
         self.pool.acquire(hits)
-        num_idle, low = num_free - self.pool.num_free, seq.is_low
-        num_computed, windows = self.windows.tokens(len(table)), self.windows
-        goal = len(seq.tokens) if seq.is_remote else num_computed  # computing begins after it
-        end = windows.end(goal, len(seq.tokens))
-        if self._has_windows:
-            needs = windows.needs(goal, len(seq.tokens))[len(table) :]
-        else:
-            needs = [True] * (end - len(table))
+        num_idle = num_free - self.pool.num_free
+        covered = max(end, windows.end(goal, len(seq.tokens)))
+        whole = windows.entries(len(seq.tokens))
+        needs = self._needs(table, covered, whole)
         count = sum(needs)
         fresh = self.allocate(count, low=low) if self._is_free(seq, count + headroom) else None
         if fresh is None:
             count, num_freed = count + headroom, self.pool.num_freed
             free_from = self.pool.low_free_from(count) if low else inf
-            self.lack = Lack(count - self.pool.num_free, len(table), num_idle, free_from)
+            self.lack = Lack(count - self.pool.num_free, end, num_idle, free_from)
             self.pool.release(hits)  # they are evicted later, but nothing has become free
             self.pool.num_freed = num_freed
             return False
         if not low:
             self.pool.claim(hits)
-        seq.num_hits = seq.num_sealed = len(table)
-        seq.num_computed = num_computed
-        seq.slid_at, seq.num_covered = goal, max(end, len(table))
-        fresh.reverse()
-        self._set_table(seq, table + [fresh.pop() if needed else NO_BLOCK for needed in needs])
+        seq.num_hits = seq.num_sealed = end
+        seq.num_computed = windows.tokens(end)
+        seq.slid_at, seq.num_covered = goal, covered
+        self._fill([table], needs, fresh)
+        self._hold(seq, table)
         return True
 
     def begin(self, seq: Sequence, is_below: Callable[[bytes], bool]) -> None:
@@ -144,16 +169,25 @@ class KVCacheManager:
         def has(index: int) -> bool:
             return self.pool.is_cached(names[index]) or is_below(names[index])
 
-        sized = [group for group, window in enumerate(windows.groups) if window.size]
         first, count = windows.full(seq.num_computed), windows.count
-        if len(sized) < count and (whole := windows.whole(len(names), has)) > first:
+        known, has_whole = first // count, any(not window.size for window, _ in windows.parts)
+        if has_whole and (whole := windows.whole(len(names), has, known)) > first:
             seq.parts_at = whole
             if (cause := windows.lacking(whole, has)) and not seq.has_own_kv:
                 seq.recomputed = {cause: windows.tokens(whole - first)}
+        self._pass_earlier(seq, known)
+
+    def _pass_earlier(self, seq: Sequence, num_rows: int) -> None:
+        """Windows that were left in its first rows are evicted first, the first of them last."""
+        windows, names = self.windows, seq.block_hashes
         end = windows.full(seq.num_prompt_tokens - 1)
-        behind = (row + group for row in range(first - count, -1, -count) for group in sized)
-        past = (names[i] for i in behind if not self._is_read_at(i, end))
-        self.pool.demote(past, self._parting)
+        chain = seq.chain.block_hashes[:num_rows]
+        found = compress(range(1, num_rows + 1), map(self._left_at.__contains__, chain))
+        for rows in reversed([*found]):
+            past = [i for i in self._window_entries(rows) if not self._is_read_at(i, end)]
+            self.pool.demote((names[index] for index in reversed(past)), self._parting)
+            if rows < num_rows:
+                del self._left_at[chain[rows - 1]]
 
     def grow(self, seq: Sequence, num_unknown: int = 0) -> bool:
         """Allocate blocks up to the end of `seq.tokens` and of `num_unknown` more, or with windows
@@ -164,20 +198,13 @@ class KVCacheManager:
         end = self.windows.end(seq.num_computed, num_tokens)
         if end <= covered:
             return True
-        table = self._tables[seq]
-        missing = [i for i in range(covered, min(end, len(table))) if table[i] == NO_BLOCK]
-        num_more = max(0, end - len(table))
-        count = len(missing) + num_more
+        table = self._held[seq].table
+        needs = self._needs(table, end, end)
+        count = sum(needs)
         fresh = self.allocate(count, low=seq.is_low) if self._is_free(seq, count) else None
         if fresh is None:
             return False
-        for index, block in zip(missing, fresh, strict=False):
-            table[index] = seq.block_ids[index] = block
-        more = fresh[len(missing) :]
-        seq.block_ids += more
-        table += more
-        if self.pool.kinds:
-            self._set_kinds(table, first=covered)
+        self._fill([table, seq.block_ids], needs, fresh)
         seq.num_covered = end
         return True
 
@@ -185,19 +212,26 @@ class KVCacheManager:
         """Free the blocks that no later position of `seq` reads, and allocate as many for the next
         tokens of a prompt: otherwise other sequences would be admitted in their place, and be
         preempted for it."""
-        if not self._has_windows:
-            return
-        table, gone = self._tables[seq], self.windows.freed(seq.slid_at, seq.num_computed)
-        if not gone:
+        windows, size = self.windows, self.block_size
+        if not self._has_windows or seq.slid_at // size == seq.num_computed // size:
             return
         seq.slid_at = seq.num_computed
-        places = [index for index in gone if table[index] != NO_BLOCK]
-        end = self.windows.full(seq.num_prompt_tokens - 1) if seq.retention.keep_s > 0 else 0
-        kept = {i for i in places if table[i] in self._parting or self._is_read_at(i, end)}
-        self.pool.release([table[i] for i in places if i in kept])
-        self.pool.release([table[i] for i in places if i not in kept], evict_first=True)
-        for index in places:
-            table[index] = seq.block_ids[index] = NO_BLOCK
+        end = windows.full(seq.num_prompt_tokens - 1) if seq.retention.keep_s > 0 else 0
+        kept: list[int] = []
+        others: list[int] = []
+        table, own = self._held[seq].table, seq.block_ids
+        for number, (window, groups) in enumerate(windows.parts):
+            start, first = window.start(seq.num_computed), table.parts[number].first
+            if start <= (first := max(first, window.num_sink_blocks)):
+                continue
+            own.lose(number, start, window.num_sink_blocks)
+            gone = table.lose(number, start, window.num_sink_blocks)
+            for at, block in enumerate(gone):
+                index = (first + at // len(groups)) * windows.count + groups[0]
+                is_kept = block in self._parting or self._is_read_at(index, end)
+                (kept if is_kept else others).append(block)
+        self.pool.release(kept)
+        self.pool.release(others, evict_first=True)
         if seq.num_missing > 1:
             self.grow(seq)
 
@@ -209,62 +243,70 @@ class KVCacheManager:
         """Lay out the table of `seq`, which has just been admitted, so that blocks before `end` can
         be loaded and `seq` continue there. False, and nothing changed, if there are too few blocks.
         Needed with windows only: without one the table has these entries already."""
-        num_computed = self.windows.tokens(end)
-        old, needs = self._tables[seq], self.windows.needs(num_computed, len(seq.tokens))
-        spare = [block for block in old[seq.num_sealed :] if block != NO_BLOCK]
-        count = sum(needs[seq.num_sealed :])
-        more = self.allocate(max(0, count - len(spare)), low=seq.is_low)
+        windows, old = self.windows, self._held[seq].table
+        goal, sealed = windows.tokens(end), seq.num_sealed // windows.count
+        table, dropped = BlockTable(self._parts(goal)), list[int]()
+        for part, before in zip(table.parts, old.parts, strict=True):
+            kept = before.rows(part.first, sealed) if part.first else before.rows(0, sealed)
+            part.add(before.rows(0, min(part.num_sinks, sealed)) + kept)
+            first = min(part.first, sealed)
+            dropped += before.rows(part.num_sinks, first) if first > part.num_sinks else []
+        covered = windows.end(goal, len(seq.tokens))
+        needs = self._needs(table, covered, windows.entries(len(seq.tokens)))
+        spare = old.blocks(sealed)
+        more = self.allocate(max(0, sum(needs) - len(spare)), low=seq.is_low)
         if more is None:
             return False
         spare += more
-        table = old[: seq.num_sealed]
-        dropped = [block for block, needed in zip(table, needs, strict=False) if not needed]
-        table = [b if needed else NO_BLOCK for b, needed in zip(table, needs, strict=False)]
-        table += [spare.pop() if needed else NO_BLOCK for needed in needs[seq.num_sealed :]]
+        self._fill([table], needs, [spare.pop() for _ in range(sum(needs))])
         self.pool.release(spare)  # blank, of whatever kind
-        self.pool.release([block for block in dropped if block != NO_BLOCK])
-        seq.slid_at = num_computed
-        seq.num_covered = self.windows.end(num_computed, len(seq.tokens))
-        self._set_table(seq, table)
+        self.pool.release(dropped)
+        seq.slid_at, seq.num_covered = goal, covered
+        self._hold(seq, table)
         return True
 
     def can_go_on(self, seq: Sequence, end: int) -> bool:
         """Whether `seq` has all blocks that are read by positions from block `end` on."""
-        kept = self.windows.kept(self.windows.tokens(end))
-        return NO_BLOCK not in seq.block_ids[end : seq.num_covered] and all(
-            seq.block_ids[index] != NO_BLOCK for index in kept
+        windows, rows = self.windows, end // self.windows.count
+        covered = range(rows, seq.num_covered // windows.count)
+        return all(
+            part.has(run)
+            for (window, _), part in zip(windows.parts, seq.block_ids.parts, strict=True)
+            for run in (*window.kept(rows, windows.tokens(end)), covered)
         )
 
     def seal_computed(self, seq: Sequence) -> None:
         """Seal the blocks that are full up to `num_computed`; none of KV of several weights."""
         if seq.next_chain is not None:
             return
-        block_hashes, table, end = seq.block_hashes, self._tables[seq], seq.num_computed
+        windows, block_hashes, table = self.windows, seq.block_hashes, self._held[seq].table
         keep = self.collect_sealed and seq.retention.keep_s > 0
-        for index in range(seq.num_sealed, self.windows.full(end)):
-            block, block_hash = table[index], block_hashes[index]
-            is_new = block != NO_BLOCK and self.pool.seal(block, block_hash)
+        end = max(seq.num_sealed, windows.full(seq.num_computed))
+        for index, block in table.entries(seq.num_sealed // windows.count, end // windows.count):
+            is_new = self.pool.seal(block, block_hashes[index])
             if is_new and keep and (not self._has_windows or self._is_collected(seq, index)):
-                self.newly_sealed.append((block, block_hash, seq.retention))
-            seq.num_sealed = index + 1
+                self.newly_sealed.append((block, block_hashes[index], seq.retention))
+        seq.num_sealed = end
         if self._has_windows and seq.retention.keep_s > 0:
             self._pass_ends(seq, table)
 
     def release(self, seq: Sequence) -> None:
         """Free all blocks; nothing writes to them any more. Sealed ones stay cached, to be evicted
         first if the request's retention is 0."""
-        table = self._tables.pop(seq, [])
-        if self._has_windows and self.collect_sealed and seq.retention.keep_s > 0:
-            self._collect_kept(seq, table, seq.num_sealed)
-            self._pass_lag(seq)
-        new = [block for block in table[seq.num_hits :] if block != NO_BLOCK]
-        hits = [block for block in table[: seq.num_hits] if block != NO_BLOCK]
+        held = self._held.pop(seq, None)
+        table, rows = held.table if held else BlockTable(), seq.num_sealed // self.windows.count
+        if self._has_windows and rows and seq.retention.keep_s > 0:
+            self._left(seq.chain.block_hashes[rows - 1])
+            if self.collect_sealed:
+                self._collect_kept(seq, table, seq.num_sealed)
+                self._pass_lag(seq)
+        num_hits = seq.num_hits // self.windows.count
         if seq.retention.keep_s <= 0:  # but blocks that were cached before keep their order
-            self.pool.release(new, evict_first=True)
-            self.pool.release(hits)
+            self.pool.release(table.blocks(num_hits), evict_first=True)
+            self.pool.release(table.blocks(0, num_hits))
         else:
-            self.pool.release(hits + new)
-        seq.block_ids = []
+            self.pool.release(table.blocks())
+        seq.block_ids = BlockTable()
         if seq.next_chain is not None:
             seq.chain, seq.next_chain = seq.next_chain, None
         seq.num_sealed = 0
@@ -278,7 +320,7 @@ class KVCacheManager:
             return False
         if not seq.is_low or self.pool.has_free_low(count):
             return True
-        return not any(o.is_low for o in self._tables if o is not seq)
+        return not any(o.is_low for o in self._held if o is not seq)
 
     def allocate(self, count: int, *, low: bool = False) -> list[int] | None:
         """As `BlockPool.allocate`, for blocks that will be written: drops their checksums."""
@@ -307,65 +349,112 @@ class KVCacheManager:
         """Why computing `count` tokens of `seq` from position `start` on would write or read blocks
         that it must not; None if its block table is valid. Without `thorough`, only the blocks to
         be written are checked."""
-        held, table, windows = self._tables[seq], seq.block_ids, self.windows
-        if count == 1 and not self._has_windows and (not thorough or table == held):
-            at = start // self.block_size  # a decode, as most are
-            if at < len(held) and table[at] == held[at] and self.pool.is_private(held[at]):
-                return None
-        first, end = windows.full(start), windows.entries(start + count)
-        if len(table) < end or len(held) < end:
-            return f"the block table has {len(table)} entries, {end} are needed"
-        for index in range(end) if thorough and table != held else range(first, end):
-            if table[index] != held[index]:
-                return (
-                    f"block table entry {index} is {table[index]}, the sequence holds {held[index]}"
-                )
-        for block in held[first:end]:
-            if block == NO_BLOCK or not self.pool.is_private(block):
-                return f"block {block}, to be written, is not its own: it is sealed or shared"
-        if thorough and NO_BLOCK in held[:first]:
-            for index in range(first):
-                if held[index] == NO_BLOCK and windows.keeps(index, start):
+        known, table, windows = self._held[seq], seq.block_ids, self.windows
+        held, first = known.table, start // self.block_size
+        end = -(-(start + count) // self.block_size)
+        written = held.rows(first, end)
+        looked_at = range(first, end)
+        is_whole = len(written) == len(looked_at) * windows.count
+        if is_whole and table.rows(first, end) == written:
+            looked_at = range(0)
+            if thorough and table is known.sound and table.num_rewrites == known.num_rewrites:
+                at = known.compared if known.compared < end else 0
+                known.compared = min(at + COMPARED, end)
+                looked_at = range(at, known.compared)
+            elif thorough:
+                looked_at = range(end)
+        if why := _difference(held, table, looked_at):
+            return why
+        if thorough:
+            known.sound, known.num_rewrites = table, table.num_rewrites
+        if not is_whole or not self.pool.are_private(written):
+            wrong = (block for block in written if not self.pool.are_private([block]))
+            block = next(wrong, NO_BLOCK)
+            return f"block {block}, to be written, is not its own: it is sealed or shared"
+        for (window, groups), part in zip(windows.parts, held.parts, strict=True):
+            for run in window.kept(first, start) if thorough and window.size else ():
+                if not part.has(run):
+                    index = run.start * windows.count + groups[0]
                     return f"block table entry {index}, which position {start} reads, is missing"
         return None
 
     def check_integrity(self, others: int = 0) -> None:
         """Assert the class invariant; `others`: references that no sequence holds."""
         self.pool.check_integrity()
-        held = [block for table in self._tables.values() for block in table if block != NO_BLOCK]
-        assert len(held) + others == self.pool.num_references, (len(held), others)
-        for seq, table in self._tables.items():
-            assert table == seq.block_ids, seq.request_id
+        num_held = sum(held.table.num_held for held in self._held.values())
+        assert num_held + others == self.pool.num_references, (num_held, others)
+        for seq, held in self._held.items():
+            assert held.table == seq.block_ids, seq.request_id
 
-    def _set_table(self, seq: Sequence, table: list[int]) -> None:
-        self._tables[seq] = table
-        seq.block_ids = list(table)
-        if self.pool.kinds:
-            self._set_kinds(table, first=0)
+    def _hold(self, seq: Sequence, table: BlockTable) -> None:
+        seq.block_ids = table.copy()
+        self._held[seq] = _Held(table, seq.block_ids)
 
-    def _set_kinds(self, table: list[int], first: int) -> None:
-        for index in range(first, len(table)):
-            if table[index] != NO_BLOCK:
-                self.pool.kinds[table[index]] = self._kinds[index % len(self._kinds)]
+    def _parts(self, num_computed: int) -> list[Part]:
+        """Makes those of an empty table whose sequence goes on after `num_computed` positions."""
+        parts: list[Part] = []
+        for window, groups in self.windows.parts:
+            start, num_sinks = window.start(num_computed), window.num_sink_blocks
+            parts.append(Part(groups, start, num_sinks) if start > num_sinks else Part(groups))
+        return parts
 
-    def _cached(self, seq: Sequence) -> list[int]:
-        """The beginning of a table: cached blocks, NO_BLOCK where none is needed."""
-        block_hashes, pool, windows = self.usable_hashes(seq), self.pool, self.windows
+    def _needs(self, table: BlockTable, end: int, whole: int) -> list[int]:
+        """Blocks that its parts lack of the entries before `end`; those without a window, before
+        `whole`."""
+        count = self.windows.count
+        return [
+            part.num_missing((end if window.size else whole) // count)
+            for (window, _), part in zip(self.windows.parts, table.parts, strict=True)
+        ]
+
+    def _fill(self, tables: list[BlockTable], needs: list[int], blocks: list[int]) -> None:
+        """As many more to each part as it needs."""
+        at = 0
+        for number, need in enumerate(needs):
+            more, kind = blocks[at : at + need], self._kinds[tables[0].parts[number].groups[0]]
+            at += need
+            for table in tables:
+                table.parts[number].add(more)
+            for block in more if self.pool.kinds else ():
+                self.pool.kinds[block] = kind
+
+    def _cached(self, seq: Sequence) -> tuple[int, int, BlockTable]:
+        """How many entries are cached; after how many positions `seq` goes on; and the beginning of
+        its table, with those that it needs for that."""
+        names, pool, windows = self.usable_hashes(seq), self.pool, self.windows
         if not self._has_windows:
-            return pool.lookup(block_hashes)
-        if seq.is_remote:  # it is continued at its end only
-            kept = windows.kept_of(0, len(block_hashes), len(seq.tokens))
-            found = len(pool.lookup([block_hashes[index] for index in kept]))
-            end = len(block_hashes) if found == len(kept) else kept[found]
-            end -= end % windows.count
-            kept = [index for index in kept if index < end]
-        else:
-            end = self.num_cached(seq)
-            kept = windows.kept(windows.tokens(end))
-        table = [NO_BLOCK] * end
-        for index, block in zip(kept, pool.lookup([block_hashes[i] for i in kept]), strict=True):
-            table[index] = block
-        return table
+            table = BlockTable(self._parts(0))
+            table.parts[0].blocks = pool.lookup(names)
+            rows = len(table.parts[0].blocks) // windows.count
+            del table.parts[0].blocks[rows * windows.count :]
+            return rows * windows.count, rows * self.block_size, table
+        rows = (len(names) if seq.is_remote else self.num_cached(seq)) // windows.count
+        goal = len(seq.tokens) if seq.is_remote else rows * self.block_size
+        table = BlockTable(self._parts(goal))
+        end, table = rows, BlockTable(self._parts(goal))
+        found: list[list[tuple[range, list[int]]]] = []
+        for window, groups in windows.parts:
+            runs = [run for run in window.kept(rows, goal) if run]
+            found.append([(run, pool.lookup(_names_of(names, groups, run))) for run in runs])
+            for run, blocks in found[-1]:  # a remote one is continued at its end only
+                if len(blocks) < len(run) * len(groups):
+                    end = min(end, run.start + len(blocks) // len(groups))
+        for part, parts in zip(table.parts, found, strict=True):
+            for run, blocks in parts:
+                part.add(blocks[: max(0, end - run.start) * len(part.groups)])
+        return end * windows.count, goal, table
+
+    def _window_entries(self, num_rows: int) -> list[int]:
+        """Those of groups with a window that are read again after so many rows."""
+        count, num_computed = self.windows.count, num_rows * self.block_size
+        return sorted(
+            row * count + group
+            for window, groups in self.windows.parts
+            if window.size
+            for run in window.kept(num_rows, num_computed)
+            for row in run
+            for group in groups
+        )
 
     def _is_collected(self, seq: Sequence, index: int) -> bool:
         """Whether a block that was just sealed goes to the lower tiers at once. While `seq` decodes
@@ -404,27 +493,52 @@ class KVCacheManager:
         """Whether a request that continues at entry `end` reads entry `index`."""
         return index < end and self.windows.keeps(index, self.windows.tokens(end))
 
-    def _pass_ends(self, seq: Sequence, table: list[int]) -> None:
+    def _pass_ends(self, seq: Sequence, table: BlockTable) -> None:
         """See to the places where others may part from `seq`, as far as it has been computed."""
-        windows = self.windows
+        windows, block_hashes = self.windows, seq.chain.block_hashes
         parting = {windows.full(seq.chain.num_public_tokens), seq.parts_at}
         for end in sorted(parting | {windows.full(seq.num_prompt_tokens - 1)}):
             if not seq.passed_at < end <= seq.num_sealed:
                 continue
             seq.passed_at = end
+            self._left(block_hashes[end // windows.count - 1])
             if end in parting:
-                kept = windows.kept(windows.tokens(end))
-                sized = (index for index in kept if windows.groups[index % windows.count].size)
-                self._parting.update(table[index] for index in sized if table[index] != NO_BLOCK)
+                entries = map(table.__getitem__, self._window_entries(end // windows.count))
+                self._parting.update(block for block in entries if block != NO_BLOCK)
             if self.collect_sealed:
                 self._collect_kept(seq, table, end)
 
-    def _collect_kept(self, seq: Sequence, table: list[int], end: int) -> None:
+    def _collect_kept(self, seq: Sequence, table: BlockTable, end: int) -> None:
         """Blocks that a later request can continue with from entry `end` on are worth copying to
         the lower tiers; those of groups without a window are copied already."""
-        block_hashes, windows = seq.block_hashes, self.windows
-        for index in windows.kept(windows.tokens(end)):
-            if not windows.groups[index % windows.count].size or table[index] == NO_BLOCK:
-                continue
-            if self.pool.has_hash(table[index], block_hashes[index]):
-                self.newly_sealed.append((table[index], block_hashes[index], seq.retention))
+        block_hashes = seq.block_hashes
+        for index in self._window_entries(end // self.windows.count):
+            block = table[index]
+            if block != NO_BLOCK and self.pool.has_hash(block, block_hashes[index]):
+                self.newly_sealed.append((block, block_hashes[index], seq.retention))
+
+    def _left(self, name: bytes) -> None:
+        """A window stays behind the block of that name."""
+        self._left_at[name] = None
+        if len(self._left_at) > self.pool.num_blocks:
+            del self._left_at[next(iter(self._left_at))]
+
+
+def _names_of(block_hashes: Seq[bytes], groups: Seq[int], rows: range) -> Seq[bytes]:
+    if isinstance(block_hashes, GroupNames):
+        return block_hashes.of_groups(groups, rows)
+    return block_hashes[rows.start : rows.stop]
+
+
+def _difference(held: BlockTable, table: BlockTable, rows: range) -> str:
+    """How a sequence's own table differs from what it holds; "": not in these rows."""
+    first, end, count = rows.start, rows.stop, held.num_groups
+    if table.rows(first, end) == held.rows(first, end) and end <= held.num_rows:
+        return ""
+    if table.num_rows < end or held.num_rows < end:
+        return f"the block table has {len(table)} entries, {end * count} are needed"
+    both = zip(held[first * count : end * count], table[first * count : end * count], strict=True)
+    for index, (right, wrong) in enumerate(both, start=first * count):
+        if right != wrong:
+            return f"block table entry {index} is {wrong}, the sequence holds {right}"
+    return f"the block table has other groups in rows {first} to {end} than the sequence"

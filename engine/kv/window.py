@@ -15,8 +15,9 @@ and of group `i % count`. With one group, as most models have, entries and rows 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kvrelay.engine.kv.spec import STATE_WINDOW
 
@@ -73,6 +74,14 @@ class Window:
         """Whether row `index` is read again after `num_computed` positions."""
         return index < self.num_sink_blocks or index >= self.start(num_computed)
 
+    def kept(self, num_rows: int, num_computed: int) -> tuple[range, range]:
+        """Those of the first `num_rows` rows that are read again after `num_computed` positions:
+        sinks, where there are others behind them, and the rest."""
+        start, sinks = self.start(num_computed), self.num_sink_blocks
+        if start <= sinks:
+            return range(0), range(num_rows)
+        return range(min(sinks, num_rows)), range(start, max(start, num_rows))
+
 
 @dataclass(frozen=True, slots=True)
 class Windows:
@@ -80,6 +89,14 @@ class Windows:
 
     block_size: int
     groups: tuple[Window, ...]
+    parts: tuple[tuple[Window, tuple[int, ...]], ...] = field(init=False)  # each, and its groups
+
+    def __post_init__(self) -> None:
+        alike = dict[Window, list[int]]()
+        for group, window in enumerate(self.groups):
+            alike.setdefault(window, []).append(group)
+        parts = tuple((window, tuple(groups)) for window, groups in alike.items())
+        object.__setattr__(self, "parts", parts)
 
     @staticmethod
     def of(
@@ -130,28 +147,13 @@ class Windows:
 
     def end(self, num_computed: int, num_tokens: int) -> int:
         """Entries up to which a block table needs blocks: of a prompt, up to its next chunks."""
-        rows = min(window.end(num_computed, num_tokens) for window in self.groups)
-        return rows * len(self.groups)
-
-    def length(self, num_computed: int, num_tokens: int) -> int:
-        """Entries of a block table. From `end` on, those of groups with a window have no block."""
-        rows = max(window.end(num_computed, num_tokens) for window in self.groups)
+        rows = min(window.end(num_computed, num_tokens) for window, _ in self.parts)
         return rows * len(self.groups)
 
     def keeps(self, index: int, num_computed: int) -> bool:
         """Whether block `index` is read again after `num_computed` positions."""
         row, group = divmod(index, len(self.groups))
         return self.groups[group].keeps(row, num_computed)
-
-    def needs(self, num_computed: int, num_tokens: int) -> list[bool]:
-        """For each entry of a table: whether it has a block that is read after `num_computed`
-        positions, or is written by the next chunks."""
-        end, length = self.end(num_computed, num_tokens), self.length(num_computed, num_tokens)
-        starts = [(window.num_sink_blocks, window.start(num_computed)) for window in self.groups]
-        rows = range(end // len(starts))
-        needs = [row < sinks or row >= start for row in rows for sinks, start in starts]
-        ahead = [not window.size for window in self.groups]
-        return needs + ahead * ((length - end) // len(starts))
 
     def kept(self, num_computed: int) -> list[int]:
         """The full blocks that are read again after `num_computed` positions."""
@@ -161,40 +163,49 @@ class Windows:
         """Those of entries `[first, end)` that are read again after `num_computed` positions."""
         if not self.any:
             return list(range(first, end))
-        return [index for index in range(first, end) if self.keeps(index, num_computed)]
-
-    def freed(self, before: int, after: int) -> list[int]:
-        """Entries that were read after `before` computed positions, and are not after `after`."""
         count = len(self.groups)
-        return [
+        kept = [
             row * count + group
-            for group, window in enumerate(self.groups)
-            if window.size
-            for row in range(max(window.num_sink_blocks, window.start(before)), window.start(after))
+            for rows, groups in self._segments(first // count, -(-end // count), num_computed)
+            for row in rows
+            for group in groups
         ]
+        if first % count or end % count:
+            kept = [index for index in kept if first <= index < end]
+        return kept
+
+    def _segments(
+        self, first: int, end: int, num_computed: int
+    ) -> Iterator[tuple[range, list[int]]]:
+        """Rows `[first, end)` cut where windows begin and sinks end, each with the groups that read
+        it again after `num_computed` positions."""
+        kept = [(window.kept(end, num_computed), groups) for window, groups in self.parts]
+        bounds = {bound for runs, _ in kept for run in runs for bound in (run.start, run.stop)}
+        inside = sorted({first, end} | {bound for bound in bounds if first < bound < end})
+        for a, b in pairwise(inside):
+            read = [groups for runs, groups in kept if any(a in run for run in runs)]
+            yield range(a, b), sorted(group for groups in read for group in groups)
 
     def runs(self, first: int, end: int, num_computed: int) -> list[range]:
         """Where those of entries `[first, end)` lie that are read again after `num_computed`
         positions: with one group in one or two runs or none, with several among others."""
-        kept = self.kept_of(first, end, num_computed)
-        if not kept:
-            return []
         if len(self.groups) > 1:
-            return [range(kept[0], kept[-1] + 1)]
-        gaps = [i for i in range(1, len(kept)) if kept[i] != kept[i - 1] + 1]
-        bounds = zip([0, *gaps], [*gaps, len(kept)], strict=True)
-        return [range(kept[a], kept[b - 1] + 1) for a, b in bounds]
+            kept = self.kept_of(first, end, num_computed)
+            return [range(kept[0], kept[-1] + 1)] if kept else []
+        rows = self.groups[0].kept(end, num_computed)
+        runs = (range(max(first, run.start), run.stop) for run in rows)
+        return [run for run in runs if run]
 
-    def whole(self, num_entries: int, has: Callable[[int], bool]) -> int:
+    def whole(self, num_entries: int, has: Callable[[int], bool], known: int = 0) -> int:
         """Length in entries of the longest prefix of `num_entries` entries that could be continued
-        if all windows were there."""
+        if all windows were there. known: rows that groups without a window have."""
         count = len(self.groups)
         rows = num_entries // count
-        for group, window in enumerate(self.groups):
-            whole = min(window.num_sink_blocks, rows) if window.size else rows
-            for row in range(whole):
-                if not has(row * count + group):
-                    rows = row
+        for window, groups in self.parts:
+            sinks = min(window.num_sink_blocks, rows)
+            for row in range(sinks) if window.size else range(known, rows):
+                if not all(has(row * count + group) for group in groups):
+                    rows = min(row, rows)
                     break
         return rows * count
 
@@ -207,11 +218,12 @@ class Windows:
                 return self.groups[group].kind
         return ""
 
-    def reach(self, num_entries: int, has: Callable[[int], bool]) -> int:
+    def reach(self, num_entries: int, has: Callable[[int], bool], known: int = 0) -> int:
         """Length in entries of the longest prefix of `num_entries` entries that can be continued:
-        all of its blocks are there, but for those that no later query reads."""
+        all of its blocks are there, but for those that no later query reads. known: as of
+        `whole`."""
         count = len(self.groups)
-        rows = self.whole(num_entries, has) // count
+        rows = self.whole(num_entries, has, known) // count
         checked: dict[int, int] = {}  # group -> rows of which its window was found complete
         while True:
             before = rows

@@ -5,20 +5,25 @@ request: whatever a faulty scheduler could get wrong, a kernel would turn into a
 and into wrong tokens of another request. A request whose block table is wrong is left out of the
 step; the others run.
 
-Tables are long and most steps change none, so each is converted and checked only where it differs
-from the one that was valid in the step before. What the tables of a step have in common is checked
-in every step: a block that is written must be in one table only.
+Tables are long and most steps change none, so the guard keeps them as arrays and looks at the rows
+that are new to it. It counts in how many of them each block is, so that it sees without reading
+them whether one that is written is in another. What rewrites a table, or goes back behind what is
+read, has it looked at as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
 
+from kvrelay.engine.kv.block_table import NO_BLOCK, BlockTable
 from kvrelay.engine.model.states import NO_STATE, StateSpans
 from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, TermRows, term_rows
 from kvrelay.engine.step import ScheduledSeq, Step
@@ -46,20 +51,15 @@ class Limits:
         """Entries of a block table that has this many positions."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
-    def written_from(self, position: int) -> int:
-        """The first entry of the block table that a token at `position` writes."""
-        return position // self.block_size * self.num_groups
-
-    def is_read(self, position: int, num_entries: int) -> np.ndarray | None:
-        """For each entry of a block table, whether tokens from `position` on read it. None: all."""
-        sizes = self.group_windows or (self.window,)
-        if not any(sizes):
-            return None
-        rows = np.arange(-(-num_entries // len(sizes)))[:, np.newaxis]
-        sinks = [-(-self.num_sinks // self.block_size) if size else 0 for size in sizes]
-        firsts = [max(0, position - size + 1) // self.block_size if size else 0 for size in sizes]
-        read: np.ndarray = (rows >= np.array(firsts)) | (rows < np.array(sinks))
-        return read.reshape(-1)[:num_entries]
+    @property
+    def windows(self) -> dict[tuple[int, int], list[int]]:
+        """The groups that read alike: (positions that a token reads, sinks' rows) -> groups. 0: all
+        positions."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for group, size in enumerate(self.group_windows or (self.window,)):
+            sinks = -(-self.num_sinks // self.block_size) if size else 0
+            alike.setdefault((size, sinks), []).append(group)
+        return alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +99,23 @@ class Batch:
         step: Step,
         limits: Limits,
         device: torch.device,
-        checked: Sequence[np.ndarray] | None = None,
+        checked: Sequence[Table] | None = None,
         loaded: Mapping[bytes, RowTerms] = NOTHING_LOADED,
+        *,
+        with_states: bool = True,
     ) -> Batch:
         """`checked`: the sequences' block tables as `Guard.check` gives them; without, they and the
-        tokens are checked here. `loaded`: what the sequences need, which are ordered by that
-        (`by_need`). Raises ValueError if a sequence is not within `limits`."""
+        tokens are checked here, but not with each other. `loaded`: what the sequences need, which
+        are ordered by that (`by_need`). `with_states`: operations read `states`. Raises ValueError
+        if a sequence is not within `limits`."""
         seqs, size = step.seqs, limits.block_size
         if checked is None:
-            checked = [checked_blocks(seq, limits) for seq in seqs]
-            for seq in seqs:
-                check_tokens(seq, limits)
+            checked = tables_of(seqs, limits)
         groups = limits.num_groups
-        widest = max(map(len, checked), default=0) // groups
-        tables = np.zeros((groups, len(seqs), widest), np.int32)
-        for row, table in enumerate(checked):
-            tables[:, row, : len(table) // groups] = table.reshape(-1, groups).T
+        rows_of = [-(-(seq.start + len(seq.tokens)) // size) for seq in seqs]
+        tables = np.zeros((groups, len(seqs), max(rows_of, default=0)), np.int32)
+        for index, (table, num_rows) in enumerate(zip(checked, rows_of, strict=True)):
+            table.write(tables[:, index], 0, num_rows)
         counts = np.array([len(seq.tokens) for seq in seqs], np.int64)
         starts = np.array([seq.start for seq in seqs], np.int64)
         firsts, ends = counts.cumsum() - counts, starts + counts
@@ -129,6 +130,7 @@ class Batch:
             for seq, offset in zip(seqs, offsets, strict=True)
             for position in seq.read_positions
         ]
+        first_state = groups - limits.num_state_groups if with_states else groups
         spans = zip(firsts.tolist(), counts.tolist(), ends.tolist(), strict=True)
         return Batch(
             tokens=torch.from_numpy(tokens).to(device),
@@ -142,7 +144,7 @@ class Batch:
             spans=tuple(spans),
             more_slots=torch.from_numpy(slots[1:]).to(device) if groups > 1 else None,
             more_tables=torch.from_numpy(tables[1:]).to(device) if groups > 1 else None,
-            states=_states_of(seqs, tables[groups - limits.num_state_groups :], size),
+            states=_states_of(seqs, tables[first_state:], size),
             terms=term_rows(seqs, counts.tolist(), loaded),
         )
 
@@ -206,14 +208,6 @@ def _states_of(
     )
 
 
-def checked_blocks(seq: ScheduledSeq, limits: Limits) -> np.ndarray:
-    """The blocks of positions [0, start + len(tokens)), int64; -1 before the window. Raises
-    ValueError."""
-    blocks = np.array(seq.block_ids[: check_size(seq, limits)], np.int64)
-    check_blocks(seq, blocks, limits)
-    return blocks
-
-
 def check_size(seq: ScheduledSeq, limits: Limits) -> int:
     """Entries of the block table that the step uses. Raises ValueError if there are fewer, and for
     positions beyond the model's length."""
@@ -230,27 +224,6 @@ def check_size(seq: ScheduledSeq, limits: Limits) -> int:
             f"{needed} are needed"
         )
     return needed
-
-
-def check_blocks(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
-    """Raises ValueError for a block outside the pool, and for a missing one that is read."""
-    if blocks.min() < 0:
-        _check_missing(seq, blocks, limits)
-    if blocks.min() < -1 or blocks.max() >= limits.num_blocks:
-        raise ValueError(
-            f"request {seq.request_id}: block ids {blocks.min()} to {blocks.max()} are outside "
-            f"the pool of {limits.num_blocks} blocks"
-        )
-
-
-def _check_missing(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> None:
-    read = limits.is_read(seq.start, len(blocks))
-    missing = np.flatnonzero(blocks < 0 if read is None else (blocks < 0) & read)
-    if len(missing):
-        raise ValueError(
-            f"request {seq.request_id}: entry {missing[0]} of its block table is "
-            f"{blocks[missing[0]]}, and position {seq.start} reads it"
-        )
 
 
 class OutsideVocabulary(ValueError):
@@ -272,66 +245,259 @@ def check_tokens(seq: ScheduledSeq, limits: Limits) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A block table that is valid as far as it was used. Blocks before the window may be anything
-    in the pool, or -1."""
+KEPT_STEPS = 16  # in which a sequence may have no part, and be known
 
-    entries: list[int]  # a copy
-    blocks: np.ndarray  # block ids, int64
-    position: int  # what tokens from there on read is neither missing nor duplicated
+Groups = slice | list[int]  # an index into arrays of groups
+
+
+class Table:
+    """A block table as an array, as far as it was found valid. Owned by what checks it.
+
+    Invariant: of each window's groups, sinks and rows `[first, num_rows)` are blocks of the pool;
+    other rows may be anything. It is that of `source` as long as that has so many rewrites."""
+
+    __slots__ = (
+        "_first_group",
+        "_limits",
+        "_read",
+        "blocks",
+        "num_rewrites",
+        "num_rows",
+        "seen_in",
+        "source",
+    )
+
+    def __init__(self, seq: ScheduledSeq, limits: Limits) -> None:
+        source = seq.block_ids
+        if not isinstance(source, BlockTable):
+            source = BlockTable.of(source, limits.num_groups)
+        self._limits, self.source = limits, source
+        self.num_rewrites, self.num_rows, self.seen_in = source.num_rewrites, 0, 0
+        self._first_group: Table | None = None
+        width = -(-limits.max_model_len // limits.block_size)
+        self.blocks = np.zeros((limits.num_groups, width), np.int64)  # most rows are not real
+        # For each window: positions that are read, sinks' rows, groups, the first row behind sinks.
+        self._read: list[list[Any]] = [
+            [size, sinks, tuple(groups), sinks] for (size, sinks), groups in limits.windows.items()
+        ]
+
+    def visible(self, first: int, end: int) -> np.ndarray:
+        """The blocks in those of rows `[first, end)` that are read."""
+        spans = self._spans(first, end)
+        found = [self.blocks[_index(groups), a:b].reshape(-1) for groups, a, b in spans]
+        return found[0] if len(found) == 1 else np.concatenate(found or [NO_BLOCKS])
+
+    def written(self, seq: ScheduledSeq) -> np.ndarray:
+        return self.blocks[:, seq.start // self._limits.block_size : self.end(seq)].reshape(-1)
+
+    def end(self, seq: ScheduledSeq) -> int:
+        """Rows that the step reads or writes; more may be known."""
+        return -(-seq.end // self._limits.block_size)
+
+    def places(self, first: int, end: int) -> np.ndarray:
+        """Where those that `visible` gives are in an array like `blocks`, flat."""
+        width = self.blocks.shape[1]
+        at = [
+            (np.array(groups)[:, np.newaxis] * width + np.arange(a, b)).reshape(-1)
+            for groups, a, b in self._spans(first, end)
+        ]
+        return np.concatenate([NO_BLOCKS, *at])
+
+    def write(self, target: np.ndarray, first: int, end: int) -> None:
+        """Those of rows `[first, end)` that are read, into `target` [groups, at least end rows]."""
+        for groups, a, b in self._spans(first, end):
+            at = _index(groups)
+            target[at, a:b] = self.blocks[at, a:b]
+
+    def first_group(self) -> Table:
+        """The blocks of the first group of layers, as a table of its own: always the same one."""
+        if self._first_group is None:
+            self._first_group = copy(self)
+            self._first_group.blocks, self._first_group._read = self.blocks[:1], [[0, 0, (0,), 0]]
+        self._first_group.num_rows = self.num_rows
+        return self._first_group
+
+    def goes_on(self, seq: ScheduledSeq) -> bool:
+        """Whether what is known of it is true for this step."""
+        source = self.source
+        if seq.block_ids is not source or source.num_rewrites != self.num_rewrites:
+            return False
+        lost = [part for part in source.parts if part.first]
+        for (first, row), each in zip(self._firsts(seq.start), self._read, strict=True):
+            is_lost = any(row < part.first and part.groups[0] in each[2] for part in lost)
+            if is_lost or row < first:
+                return False
+        return True
+
+    def leave(self, position: int) -> np.ndarray:
+        """No longer read what tokens from `position` on do not; returns those blocks."""
+        gone = [NO_BLOCKS]
+        for each, (first, row) in zip(self._read, self._firsts(position), strict=True):
+            if row > first:
+                at = _index(each[2])
+                gone.append(self.blocks[at, first : min(row, self.num_rows)].reshape(-1))
+                each[3] = row
+        return gone[0] if len(gone) == 1 else np.concatenate(gone)
+
+    def extend(self, seq: ScheduledSeq, end: int) -> np.ndarray:
+        """Read rows up to `end` from its source; returns the blocks of those that the step reads or
+        writes. Raises ValueError for a block outside the pool, and for a missing one."""
+        begin, blocks = self.num_rows, self.blocks
+        for part in [*self.source.parts]:  # another thread may replace one by one with fewer rows
+            for of_window, a, b in self._spans(begin, end):
+                groups, columns = _common(of_window, part.groups)
+                blocks[groups, a:b] = NO_BLOCK
+                for row, run in part.runs(a, b) if columns else ():
+                    rows = np.array(run, np.int64).reshape(-1, len(part.groups))
+                    blocks[groups, row : row + len(rows)] = rows[:, columns].T
+        new = self.visible(begin, end)
+        if len(new) and (new.min() < 0 or new.max() >= self._limits.num_blocks):
+            raise ValueError(self._why_wrong(seq, new, begin, end))
+        self.num_rows = end
+        return new
+
+    def _why_wrong(self, seq: ScheduledSeq, new: np.ndarray, first: int, end: int) -> str:
+        if new.min() >= 0:
+            return (
+                f"request {seq.request_id}: block ids {new.min()} to {new.max()} are outside"
+                f" the pool of {self._limits.num_blocks} blocks"
+            )
+        read = np.zeros_like(self.blocks[:, :end])
+        self.write(read, first, end)
+        entries = read.T.reshape(-1)
+        index = np.flatnonzero(entries < 0)[0]
+        return (
+            f"request {seq.request_id}: entry {index} of its block table is {entries[index]}, and"
+            f" position {seq.start} reads it"
+        )
+
+    def _firsts(self, position: int) -> Iterator[tuple[int, int]]:
+        """For each window: the first row that was read, and that tokens from there on read."""
+        block_size = self._limits.block_size
+        for size, sinks, _, first in self._read:
+            yield first, max(sinks, (position - size + 1) // block_size) if size else 0
+
+    def _spans(self, first: int, end: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
+        """Those of rows `[first, end)` that are read, by groups."""
+        for _, sinks, groups, begin in self._read:
+            if first < min(sinks, end):
+                yield groups, first, min(sinks, end)
+            if max(first, begin) < end:
+                yield groups, max(first, begin), end
+
+
+NO_BLOCKS = np.empty(0, np.int64)
+
+
+@cache
+def _index(groups: tuple[int, ...]) -> Groups:
+    is_run = groups[-1] - groups[0] + 1 == len(groups)
+    return slice(groups[0], groups[-1] + 1) if is_run else [*groups]
+
+
+@cache
+def _common(groups: tuple[int, ...], others: tuple[int, ...]) -> tuple[Groups, list[int]]:
+    """Those of `groups` that are among `others`, and where."""
+    common = tuple(group for group in groups if group in others)
+    return _index(common) if common else [], [others.index(group) for group in common]
+
+
+def tables_of(seqs: Sequence[ScheduledSeq], limits: Limits) -> list[Table]:
+    """Each checked by itself, as are the tokens. Raises ValueError."""
+    tables = []
+    for seq in seqs:
+        needed = check_size(seq, limits) // limits.num_groups
+        check_tokens(seq, limits)
+        table = Table(seq, limits)
+        table.leave(seq.start)
+        table.extend(seq, needed)
+        tables.append(table)
+    return tables
 
 
 class Guard:
-    """Owned by a runner. Invariant: `_known` holds the valid tables of the last step; one is used
-    again only for a sequence whose table begins with the same entries."""
+    """Owned by a runner. Invariant: `_known` holds valid tables of the last `KEPT_STEPS` steps, and
+    `_holders` in how many of them each block is read or written."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._known: dict[str, Table] = {}
+        self._number = 0  # the step has it
         self._places = np.zeros(limits.num_blocks, np.int64)  # scratch of `_is_distinct`
-        self._is_written = np.zeros(limits.num_blocks, np.bool_)  # all False between steps
+        self._holders = np.zeros(limits.num_blocks, np.int32)
 
-    def check(self, step: Step) -> tuple[dict[int, str], dict[int, str], list[np.ndarray]]:
+    def check(self, step: Step) -> tuple[dict[int, str], dict[int, str], list[Table]]:
         """Index of a sequence of `step` -> why it must not run, by a fault of the scheduler; the
-        same, by token ids of the request; and the tables of the others, in order, int64, cut to the
-        entries in use. Ranges are always checked; with `limits.guard`, also that no block that is
-        written is in another place of any table."""
+        same, by token ids of the request; and the tables of the others, in order, which are valid
+        until the next call. Ranges are always checked; with `limits.guard`, also that no block that
+        is written is in another place of any table."""
         faults: dict[int, str] = {}
         invalid: dict[int, str] = {}
         tables: dict[int, Table] = {}
-        for index, seq in enumerate(step.seqs):
+        self._number += 1
+        names = [seq.request_id for seq in step.seqs]
+        if len({*names}) < len(names):
+            names = [f"{name} {index}" for index, name in enumerate(names)]
+        for index, (name, seq) in enumerate(zip(names, step.seqs, strict=True)):
             try:
-                tables[index] = self._checked(seq)
+                tables[index] = self._checked(name, seq)
             except OutsideVocabulary as error:
                 invalid[index] = str(error)
             except ValueError as error:
                 faults[index] = str(error)
         if self._limits.guard and self._may_share(step, tables):
-            _find_shared(step, self._limits, faults, set(invalid))
-        good = {index: table for index, table in tables.items() if index not in faults}
-        self._known = {step.seqs[index].request_id: table for index, table in good.items()}
-        return faults, invalid, [table.blocks for table in good.values()]
+            _find_shared(step, tables, faults)
+            for index in faults.keys() & tables.keys():
+                self._forget(names[index])
+                del tables[index]
+        if len(self._known) > len(tables):
+            self._forget_before(self._number - KEPT_STEPS)
+        return faults, invalid, [*tables.values()]
 
-    def _checked(self, seq: ScheduledSeq) -> Table:
+    def _checked(self, name: str, seq: ScheduledSeq) -> Table:
         """Raises ValueError if the block table does not fit the sequence."""
-        limits = self._limits
-        needed = check_size(seq, limits)
-        check_tokens(seq, limits)
-        known = self._known.get(seq.request_id)
-        size = 0 if known is None else len(known.entries)
-        if known is None or size > needed or known.entries != seq.block_ids[:size]:
-            known, size = None, 0
-        if known is not None and size == needed and known.position <= seq.start:
-            return known
-        blocks = np.array(seq.block_ids[size:needed], np.int64)
-        if known is not None:
-            blocks = np.concatenate((known.blocks, blocks))
-        check_blocks(seq, blocks, limits)
-        if limits.guard and not self._is_distinct(_visible(seq, blocks, limits)):
-            block = _twice(_visible(seq, blocks, limits).tolist())
-            raise ValueError(f"request {seq.request_id}: block {block} is in its table twice")
-        return Table(seq.block_ids[:needed], blocks, seq.start)
+        needed = check_size(seq, self._limits) // self._limits.num_groups
+        check_tokens(seq, self._limits)
+        table = self._known.get(name)
+        if table is None or not table.goes_on(seq):
+            self._forget(name)
+            table = self._known[name] = Table(seq, self._limits)
+        table.seen_in = self._number
+        self._count(table.leave(seq.start), -1)
+        if table.num_rows < needed:
+            try:
+                self._extend(table, seq, needed)
+            except ValueError:
+                self._forget(name)
+                raise
+        return table
+
+    def _extend(self, table: Table, seq: ScheduledSeq, end: int) -> None:
+        before = table.num_rows
+        new = table.extend(seq, end)
+        if not self._limits.guard:
+            return
+        if not self._is_distinct(new) or (before and self._holders[new].any()):
+            all_blocks = table.visible(0, end)
+            if not self._is_distinct(all_blocks):
+                table.num_rows = before
+                block = _twice(all_blocks.tolist())
+                raise ValueError(f"request {seq.request_id}: block {block} is in its table twice")
+        self._count(new, 1)
+
+    def _count(self, blocks: np.ndarray, change: int) -> None:
+        """`blocks`: of one table, each once."""
+        if self._limits.guard and len(blocks):
+            self._holders[blocks] += change
+
+    def _forget(self, name: str) -> None:
+        table = self._known.pop(name, None)
+        if table is not None:
+            self._count(table.visible(0, table.num_rows), -1)
+
+    def _forget_before(self, number: int) -> None:
+        for name in [name for name, table in self._known.items() if table.seen_in < number]:
+            self._forget(name)
 
     def _is_distinct(self, blocks: np.ndarray) -> bool:
         places = np.arange(len(blocks))
@@ -342,47 +508,29 @@ class Guard:
         """Whether a block that is written may be in two of `tables`, each without duplicates."""
         if not tables:
             return False
-        shares = [(step.seqs[index], table.blocks) for index, table in tables.items()]
-        limits = self._limits
-        written = np.concatenate(
-            [blocks[limits.written_from(seq.start) :] for seq, blocks in shares]
-        )
-        if not self._is_distinct(written):
-            return True
-        self._is_written[written] = True
-        read = np.concatenate([_visible(seq, blocks, limits) for seq, blocks in shares])
-        count = int(np.count_nonzero(self._is_written[read]))
-        self._is_written[written] = False
-        return count != len(written)
-
-
-def _visible(seq: ScheduledSeq, blocks: np.ndarray, limits: Limits) -> np.ndarray:
-    """The entries that the step reads or writes; those that it writes come last."""
-    read = limits.is_read(seq.start, len(blocks))
-    return blocks if read is None else blocks[read]
+        written = [table.written(step.seqs[index]) for index, table in tables.items()]
+        blocks = np.concatenate(written)
+        if (self._holders[blocks] == 1).all():
+            return False
+        self._forget_before(self._number)  # they may have ended, and their blocks be others'
+        return bool((self._holders[blocks] != 1).any())
 
 
 def _twice(blocks: list[int]) -> int:
     return next(block for block in blocks if blocks.count(block) > 1)
 
 
-def _find_shared(step: Step, limits: Limits, faults: dict[int, str], left_out: set[int]) -> None:
-    """Add to `faults` the sequences that share a block that one of them writes; those of `left_out`
-    do not run."""
+def _find_shared(step: Step, tables: Mapping[int, Table], faults: dict[int, str]) -> None:
+    """Add to `faults` the sequences that share a block that one of them writes."""
     writers: dict[int, int] = {}  # block -> index of the sequence
-    visible: dict[int, list[int]] = {}
-    for index, seq in enumerate(step.seqs):
-        if index in faults or index in left_out:
-            continue
-        end = limits.entries(seq.end)
-        blocks = np.array(seq.block_ids[:end], np.int64)
-        visible[index] = _visible(seq, blocks, limits).tolist()
-        for block in seq.block_ids[limits.written_from(seq.start) : end]:
+    for index, table in tables.items():
+        for block in table.written(step.seqs[index]).tolist():
             other = writers.setdefault(block, index)
             if other != index:
                 _blame(step, block, (other, index), faults)
-    for index, table in visible.items():
-        for block in table if index not in faults else ():
+    for index, table in tables.items():
+        visible = table.visible(0, table.end(step.seqs[index])).tolist()
+        for block in visible if index not in faults else ():
             writer = writers.get(block, index)
             if writer != index:
                 _blame(step, block, (writer, index), faults)

@@ -10,7 +10,11 @@ from kvrelay.engine.model.config import ModelConfig, weights_bytes
 
 OWN, EAGLE, EAGLE3, MEDUSA = "own", "eagle", "eagle3", "medusa"  # kinds
 MODEL, MTP = "model", "mtp"
-PREFIXES = {OWN: "layer.", EAGLE: "layers.0.", EAGLE3: "midlayer."}  # of a head's layer
+PREFIXES = {
+    OWN: "layer.",
+    EAGLE: "layers.0.",
+    EAGLE3: "midlayer.",
+}  # names of a head's layer begin so
 ALIGNMENT = 64  # bytes
 
 

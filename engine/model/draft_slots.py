@@ -15,11 +15,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kvrelay.engine.model.batch import Table
 from kvrelay.engine.step import Sampled, ScheduledSeq
 
 FORGOTTEN_AFTER = 256  # steps in which a sequence had no part: most have ended
 
-Tables = Sequence[np.ndarray]
+Tables = Sequence[Table]
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Part:
     """Tokens whose slots are made in one call: `tokens` of `seq` from position `start` on."""
 
     seq: ScheduledSeq
-    table: np.ndarray
+    table: Table
     start: int
     tokens: list[int]
     # [captured layers, len(tokens), hidden_size]; with one more in front, of the token before,
@@ -42,8 +43,8 @@ class MakesSlots(Protocol):
 
 @dataclass(slots=True)
 class _Waiting:
-    """Of one sequence. Slots of positions before `made` are there, or are given up; `outputs` are
-    of `tokens`, which begin at position `first`."""
+    """What waits for one sequence. Slots of positions before `made` are there, or are given up;
+    `outputs` are of `tokens`, which begin at position `first`."""
 
     made: int
     first: int
@@ -64,13 +65,11 @@ class _Waiting:
 class Slots:
     """Owned by a runner. A sequence has at most a block of tokens that wait, and the one before."""
 
-    def __init__(
-        self, drafter: MakesSlots, region: np.ndarray, block_size: int, num_groups: int
-    ) -> None:
+    def __init__(self, drafter: MakesSlots, region: np.ndarray, block_size: int) -> None:
         """region: uint8 [num_blocks, draft_bytes], the drafter's part of each block of the pool;
-        it is in blocks of the first of `num_groups` groups of layers."""
+        it is in blocks of the first group of layers."""
         self._drafter, self._region = drafter, region
-        self._size, self._num_groups = block_size, num_groups
+        self._size = block_size
         self._waiting: dict[str, _Waiting] = {}
         self._step = 0
 
@@ -113,7 +112,7 @@ class Slots:
     def _put(
         self,
         seq: ScheduledSeq,
-        table: np.ndarray,
+        table: Table,
         tokens: list[int],
         outputs: torch.Tensor,
         *,
@@ -133,13 +132,13 @@ class Slots:
             return self._rest(seq, table, known, seq.start)
         for row in range(seq.start // self._size, block // self._size):
             if known.made <= row * self._size:
-                self._region[table[row * self._num_groups]] = 0
+                self._region[table.blocks[0, row]] = 0
         known.made = block
         known.forget(block - 1)
         return None
 
     def _rest(
-        self, seq: ScheduledSeq, table: np.ndarray, known: _Waiting, at: int | None = None
+        self, seq: ScheduledSeq, table: Table, known: _Waiting, at: int | None = None
     ) -> Part | None:
         """What waits of `seq`, as far as its block may be written: that of position `at`, its
         next one where that is None."""
@@ -170,7 +169,7 @@ class Slots:
         row = end // size
         if not end % size or part.start > row * size or not part.tokens:
             return []
-        return [int(part.table[row * self._num_groups])]
+        return [int(part.table.blocks[0, row])]
 
 
 def computed_tokens(seq: ScheduledSeq, sampled: Sampled | None) -> list[int]:

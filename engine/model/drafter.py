@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
-from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.batch import Batch, Limits, Table
 from kvrelay.engine.model.checkpoint.draft_weights import DraftWeights, load_head
 from kvrelay.engine.model.checkpoint.load import load_weights
 from kvrelay.engine.model.config import ModelConfig
@@ -46,7 +46,6 @@ class Served:
     weights: Weights
     ops: Ops
     limits: Limits
-    num_groups: int = 1  # groups of layers take turns in a block table
 
 
 class Drafter(Protocol):
@@ -69,7 +68,7 @@ def open_drafter(
     pool of their own. Raises ModelError."""
     own, region = config.kv_spec(spec), pool[:, spec.layer_bytes :]
     limits = replace(model.limits, window=0, num_sinks=0, group_windows=(), num_state_groups=0)
-    model = replace(model, limits=limits, num_groups=spec.num_groups)
+    model = replace(model, limits=limits)
     if config.kind == MODEL:
         assert own is not None
         assert config.layers is not None
@@ -108,7 +107,7 @@ class Tails:
 
     def _before(self, shares: Sequence[ScheduledSeq], tables: Tables) -> np.ndarray:
         at = [
-            int(table[(share.start - 1) // self._size]) if share.start else -1
+            int(table.blocks[0, (share.start - 1) // self._size]) if share.start else -1
             for share, table in zip(shares, tables, strict=True)
         ]
         found = self._bytes[at]
@@ -155,7 +154,7 @@ class Tails:
         for share, table in zip(shares, tables, strict=True):
             end = share.start + len(share.tokens)
             for row in range(share.start // self._size, -(-end // self._size)):
-                blocks.append(int(table[row]))
+                blocks.append(int(table.blocks[0, row]))
                 rows.append(first + min(end, (row + 1) * self._size) - 1 - share.start)
             first += len(share.tokens)
         self._bytes[blocks] = states.view(torch.uint8).numpy()[rows]
@@ -176,9 +175,9 @@ class _Stepwise:
     def __init__(self, model: Served, draw: Draw) -> None:
         self._model, self._draw = model, draw
 
-    def _first_tables(self, tables: Tables) -> list[np.ndarray]:
+    def _first_tables(self, tables: Tables) -> list[Table]:
         """Blocks of the first group of layers: they have what the drafter keeps."""
-        return [table[:: self._model.num_groups] for table in tables]
+        return [table.first_group() for table in tables]
 
     def _begin(self, seqs: Sequence[ScheduledSeq], tables: Tables) -> torch.Tensor | None:
         """What the first pass reads beside tokens, a row for each."""
@@ -226,12 +225,8 @@ class _Stepwise:
         return seq.start + len(seq.tokens) - 1 + len(draft)
 
     def _batch(self, shares: Sequence[ScheduledSeq], tables: Tables) -> Batch:
-        size = self._model.limits.block_size
-        used = [
-            table[: -(-(share.start + len(share.tokens)) // size)]
-            for share, table in zip(shares, tables, strict=True)
-        ]
-        return Batch.from_step(Step(0, [*shares]), self._model.limits, torch.device("cpu"), used)
+        limits = self._model.limits
+        return Batch.from_step(Step(0, [*shares]), limits, torch.device("cpu"), tables)
 
 
 class ModelDrafter(_Stepwise):

@@ -14,14 +14,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
-from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.batch import Batch, Guard, Limits, Table
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
 from kvrelay.engine.model.checkpoint.drafters import check_drafter, read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
@@ -190,7 +189,7 @@ class ModelRunner:
         except kernels.KernelsUnavailable as error:
             raise ModelError(f"engine.drafter {config.path}: {error}") from error
 
-    def _with_drafts(self, step: Step, tables: list[np.ndarray]) -> tuple[Step, list[int]]:
+    def _with_drafts(self, step: Step, tables: list[Table]) -> tuple[Step, list[int]]:
         """`step` with what is drafted for it, and how many tokens each sequence got."""
         seqs, began, counts = [*step.seqs], perf_counter(), [0] * len(step.seqs)
         self._draft_s = 0.0
@@ -213,7 +212,7 @@ class ModelRunner:
     def _keep_drafter(
         self,
         step: Step,
-        tables: list[np.ndarray],
+        tables: list[Table],
         sampled: Sequence[Sampled | None],
         outputs: torch.Tensor | None,
     ) -> None:
@@ -233,9 +232,7 @@ class ModelRunner:
         if self._draft_config is not None:
             self._drafter = self._open_drafter(self._draft_config, weights, ops)
             region = self.kv_pool.numpy()[:, self.kv_spec.layer_bytes :]
-            self._slots = Slots(
-                self._drafter, region, self.kv_spec.block_size, self.kv_spec.num_groups
-            )
+            self._slots = Slots(self._drafter, region, self.kv_spec.block_size)
             self._decoder.capture(self._drafter.captured)
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
         most, member = self._engine.adapter_bytes, self._member
@@ -411,7 +408,7 @@ class ModelRunner:
     def _run(
         self,
         step: Step,
-        tables: list[np.ndarray],
+        tables: list[Table],
         masks_of: Masks | None,
         loaded: Mapping[bytes, RowTerms],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:

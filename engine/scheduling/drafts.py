@@ -161,7 +161,7 @@ class _Prices(NamedTuple):
     """What drafts take, as shares of the pass without any."""
 
     row: float
-    begin: float = 0.0  # of the executor's drafter: to be asked at all,
+    begin: float = 0.0  # the executor's drafter takes so long: to be asked at all,
     depth: float = 0.0  # each of its passes,
     token: float = 0.0  # and each of its tokens, beside its row
 
@@ -178,7 +178,7 @@ class _Plan:
 
     @property
     def tokens(self) -> float:
-        """Expected of the pass."""
+        """What is expected from the pass."""
         accepted = (
             sum(source.rate**at for at in range(1, count + 1))
             for source, count in zip(self.sources, self.counts, strict=True)
@@ -187,7 +187,7 @@ class _Plan:
 
     @property
     def cost(self) -> float:
-        """Of the pass, in passes without drafts."""
+        """What the pass takes, in passes without drafts."""
         begin, depth, token = self._prices[1:]
         both = zip(self.sources, self.counts, strict=True)
         asked = [count for source, count in both if count and source.is_asked]

@@ -24,10 +24,10 @@ class Lacking:
 
     version: tuple[object, ...]  # what it was: with other tokens it is another one
     num_found: int = 0
-    num_dropped: int = 0  # of the pool, when it was looked up
+    num_dropped: int = 0  # the pool's, when it was looked up
     num_gained: int = 0  # blocks that others have computed for it since the last try
     lack: Lack | None = None  # at the last try; None: it was not tried
-    num_freed: int = 0  # of the pool, then
+    num_freed: int = 0  # the pool's, then
     state: tuple[int, ...] = ()  # then; in the same one no try succeeds
     touch_at: float = inf  # evictions of the pool, before the next one may be of what it found
     reach: tuple[int, int] = (-1, 0)  # with windows: `num_renamed` of the pool, `num_cached` then
@@ -45,12 +45,12 @@ class Lacks:
         self._slack = sum(w.num_blocks + w.chunk_blocks for w in groups if w.size)
 
     def forget(self, seq: Sequence) -> None:
-        """It waits no more."""
+        """It has been admitted, or has ended."""
         self._of.pop(seq, None)
 
     def num_cached(self, seq: Sequence) -> int:
-        """As of the cache manager. Where blocks go in turn, the end of a prefix first, without
-        looking at those before what was found the last time."""
+        """What the cache manager says. Where the end of a prefix is evicted first, blocks before
+        what was found the last time are not looked at."""
         kv, known = self._kv, self._known(seq)
         if kv.windows.any:
             if known.reach[0] != kv.pool.num_renamed:

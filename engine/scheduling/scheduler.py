@@ -15,7 +15,6 @@ from typing import NamedTuple
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import LATELY_S, LOW_CLASS_STEP_S, DraftCosts, FittedCost
 from kvrelay.engine.kv.cache_manager import KVCacheManager
-from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.request import Refusal, SamplingParams
 from kvrelay.engine.scheduling.drafts import NOT_MEASURED, Draft, Drafts
 from kvrelay.engine.scheduling.isolation import Isolation
@@ -37,7 +36,7 @@ from kvrelay.engine.scheduling.selection import (
     victim,
     waited_s,
 )
-from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
+from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.step import HEALTH_CHECK, UNKNOWN, ScheduledSeq, Step, StepDone
 
@@ -55,9 +54,8 @@ def _makes_room(one: Sequence, other: Sequence) -> bool:
     return one.service_class < other.service_class
 
 
-def _num_blocks(seqs: list[Sequence], windows: Windows) -> int:
-    most = sum(len(each.block_ids) for each in seqs)
-    return most - sum(each.block_ids.count(NO_BLOCK) for each in seqs) if windows.any else most
+def _num_blocks(seqs: list[Sequence]) -> int:
+    return sum(each.block_ids.num_held for each in seqs)
 
 
 class InFlight(NamedTuple):
@@ -85,7 +83,7 @@ class Scheduler:
         self._next_step_id = 0
         self._awaited = -1  # the step whose tokens draft tokens will follow
         self._isolation = Isolation()
-        self._lacks = Lacks(kv)  # of those that wait
+        self._lacks = Lacks(kv)  # what those that wait lack
         self._paused_at: float | None = None  # when a step began without the decodes that waited
         self._interactive_at = -inf  # when there was an interactive sequence to compute
         self.faults: list[tuple[Sequence, Refusal, str]] = []  # for the worker to end, and why
@@ -383,9 +381,6 @@ class Scheduler:
         if not found:
             return None
         next_step = Step(self._next_step_id, [self._share(seq, 1, index) for seq, index in found])
-        if self.kv.windows.any:  # a table is read while `step` ends, by which its entries change
-            for share in next_step.seqs:
-                share.block_ids = list(share.block_ids)
         next_step.may_be_followed = True
         return self._begin(next_step, [seq for seq, _ in found])
 
@@ -525,7 +520,7 @@ class Scheduler:
         nothing yet, if with them all gone `seq` could be admitted: a stream would be silent until
         others end."""
         others = self._running_before(seq)
-        num_free = self.kv.pool.num_free + _num_blocks(others, self.kv.windows)
+        num_free = self.kv.pool.num_free + _num_blocks(others)
         if not others or num_free < self.kv.windows.max_blocks(len(seq.tokens)):
             return None
         if self.in_flight:
@@ -545,13 +540,13 @@ class Scheduler:
         lower = [each for each in self.held if each.service_class < seq.service_class]
         lower.sort(key=lambda each: each.service_class)
         lacking = self.kv.windows.max_blocks(len(seq.tokens)) + self._headroom(seq)
-        lacking -= self.kv.pool.num_free + _num_blocks(self._running_before(seq), self.kv.windows)
+        lacking -= self.kv.pool.num_free + _num_blocks(self._running_before(seq))
         found: list[Sequence] = []
         for each in lower:
             if lacking <= 0:
                 break
             found.append(each)
-            lacking -= _num_blocks([each], self.kv.windows)
+            lacking -= _num_blocks([each])
         return found if lacking <= 0 else []
 
     def _preempt(self, seq: Sequence) -> None:

@@ -179,7 +179,7 @@ def choose_prompts(
 class Coming(NamedTuple):
     """Blocks that will be cache hits: entries `[first, end)` of a table with these names."""
 
-    names: list[bytes]
+    names: Seq[bytes]
     first: int
     end: int
     service_class: ServiceClass  # what is computed for a low one may come late

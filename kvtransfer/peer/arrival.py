@@ -9,16 +9,17 @@ and are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvrelay.engine.cost import blocks_worth_loading
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId, Note
 from kvrelay.engine.request import TokenLogprobs
-from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.sequence import Sequence
 from kvrelay.kvtransfer.agent import UNKNOWN, TransferId
 from kvrelay.kvtransfer.messages import KVReady
 from kvrelay.kvtransfer.peer.handoff import ConsumerState, Key
@@ -70,7 +71,9 @@ class Arrival:
     first: int = 0
     covers: int = 0  # the end of what the producer exports, where it tells it
     own: list[Source | None] = field(default_factory=list)  # None: the table has no block there
+    is_own_posted: bool = False  # they are all read from the start on
     offers: dict[int, Offer] = field(default_factory=dict)
+    new: list[int] = field(default_factory=list)  # offers that may not be posted yet
     posted: set[int] = field(default_factory=set)
     good: set[int] = field(default_factory=set)
     reads: dict[TransferId, Read] = field(default_factory=dict)
@@ -91,8 +94,9 @@ class Arrival:
         self.epoch, self.lease = ready.epoch, ready.lease
         blocks = zip(ready.block_ids, ready.checksums, strict=True)
         for index, (block, checksum) in enumerate(blocks, start=ready.first):
-            if block != NO_BLOCK:
-                self.offers.setdefault(index, Offer(ready.tier, block, checksum))
+            if block != NO_BLOCK and index not in self.offers:
+                self.offers[index] = Offer(ready.tier, block, checksum)
+                self.new.append(index)
         seq = self.seq
         if seq.awaits_producer:
             seq.is_offered = True
@@ -125,8 +129,16 @@ class Arrival:
     @property
     def is_cut_short(self) -> bool:
         """The producer has lost blocks that it was about to export, and a part is of no use."""
-        indices = range(self.own_end, min(self.covers, len(self.seq.block_ids)))
-        return self.final and any(self.takes_offer(i) and i not in self.offers for i in indices)
+        needed = self._needed(self.own_end, min(self.covers, len(self.seq.block_ids)))
+        return self.final and any(index not in self.offers for index in needed)
+
+    def _needed(self, first: int, end: int) -> Iterator[int]:
+        """Those of entries `[first, end)` that the table has a block for."""
+        table = self.seq.block_ids
+        count = max(1, table.num_groups)
+        for index, block in table.entries(first // count, -(-end // count)):
+            if first <= index < end and block != NO_BLOCK:
+                yield index
 
     @property
     def has_all(self) -> bool:
@@ -134,18 +146,20 @@ class Arrival:
         complete = self.final or self.mode is Mode.LOAD
         if not complete or self.reads:
             return False
-        missing = set(range(self.first, self.end)) - self.posted
-        return all(self.seq.block_ids[index] == NO_BLOCK for index in missing)
+        return self.posted.issuperset(self._needed(self.first, self.end))
 
     def good_end(self, *, trust_producer: bool) -> int:
         """The end of the blocks that may be used: in order, with the right bytes, and of those of
         the producer only if it has confirmed them. None of a sequence that has ended: its table is
         empty."""
-        end, table = self.first, self.seq.block_ids
-        limit = min(self.end if trust_producer else self.own_end, len(table))
-        while end < limit and (end in self.good or table[end] == NO_BLOCK):
-            end += 1
-        return end
+        limit = min(self.end if trust_producer else self.own_end, len(self.seq.block_ids))
+        needed = self._needed(self.first, limit)
+        return next((index for index in needed if index not in self.good), max(self.first, limit))
+
+    def take_new(self) -> list[int]:
+        """Blocks that have been offered since the last call, and are to be read."""
+        new, self.new = self.new, []
+        return sorted(i for i in new if self.takes_offer(i) and i not in self.posted)
 
     def takes_offer(self, index: int) -> bool:
         """Whether this block is read from the producer."""
@@ -255,7 +269,7 @@ def _choose_window(
         return index in found
 
     windows = kv.windows
-    end = 0 if seq.is_remote else windows.reach(len(block_hashes), has)
+    end = 0 if seq.is_remote else windows.reach(len(block_hashes), has, first // windows.count)
     needed = [index for index in windows.kept(windows.tokens(end)) if index >= first]
     cost_s = sum(load_s(found[index].tier) for index in needed)
     if cost_s >= (end - first) / windows.count * compute_s or not kv.expect(seq, end):

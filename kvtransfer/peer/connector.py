@@ -282,7 +282,7 @@ class Connector:
         if ready.covers > arrival.first and not arrival.covers:
             if not self._kv.expect(arrival.seq, ready.covers):
                 return self.fail(arrival, "no_room")
-            arrival.covers = ready.covers
+            arrival.covers, arrival.new = ready.covers, [*arrival.offers]  # its table has changed
         arrival.take(now, ready)
         if arrival.is_cut_short:
             return self.fail(arrival, "export_incomplete")
@@ -438,11 +438,14 @@ class Connector:
 
     def _post_own(self, now: float, arrival: Arrival) -> list[Effect]:
         effects: list[Effect] = []
+        if arrival.is_own_posted:
+            return effects
+        arrival.is_own_posted = True
         for tier in TIERS:
             todo = [
                 index
                 for index, source in enumerate(arrival.own, start=arrival.first)
-                if source is not None and source.tier is tier and index not in arrival.posted
+                if source is not None and source.tier is tier
             ]
             if todo:
                 slots = tuple(arrival.own_source(index).slot for index in todo)
@@ -453,8 +456,8 @@ class Connector:
 
     def _post_offers(self, now: float, arrival: Arrival) -> list[Effect]:
         effects: list[Effect] = []
-        new = sorted(filter(arrival.takes_offer, arrival.offers.keys() - arrival.posted))
-        for tier in memory_tiers():
+        new = arrival.take_new()
+        for tier in memory_tiers() if new else ():
             todo = [index for index in new if arrival.offers[index].tier is tier]
             if todo:
                 blocks = tuple(arrival.offers[index].block for index in todo)

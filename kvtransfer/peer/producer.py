@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.block_hash import of_groups
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import Effect, NodeId, Send
 from kvrelay.engine.request import TokenLogprobs
-from kvrelay.engine.sequence import NO_BLOCK, Sequence
+from kvrelay.engine.sequence import Sequence
 from kvrelay.kvtransfer.messages import KVConfirmed, KVConfirmRequest, KVFetch, KVReady, KVRefused
 from kvrelay.kvtransfer.peer.handoff import Key, ProducerEvent, ProducerState, next_producer
 from kvrelay.kvtransfer.tiers.blocks import Source
@@ -74,6 +75,11 @@ class PrefixExport(Lease):
     def next_index(self) -> int:
         done = self.num_exported
         return self.indices[done - 1] + 1 if done else self.first
+
+    @property
+    def next_names(self) -> tuple[bytes, ...]:
+        """That of the next block, if there is one."""
+        return self.block_hashes[self.num_exported : self.num_exported + 1]
 
     @property
     def rest(self) -> tuple[bytes, ...]:
@@ -216,11 +222,12 @@ class Producer:
         key = (fetch.request_id, fetch.attempt)
         if key in self.leases:
             return []  # a repeat
-        windows, names = self._kv.windows, fetch.block_hashes
+        windows = self._kv.windows
+        names: Seq[bytes] = fetch.block_hashes
         indices: Seq[int] = range(fetch.first, fetch.first + len(names))
         covers = 0
         if windows.any:
-            names = tuple(of_groups(names, windows.count))
+            names = of_groups(names, windows.count)
             covers = self._reach(fetch.first, names)
             indices = windows.kept_of(fetch.first, covers, windows.tokens(covers))
             names = tuple(names[index - fetch.first] for index in indices)
@@ -230,7 +237,7 @@ class Producer:
             number=next(self._export_numbers),
             until=now + min(STAGE_TIMEOUT_S, self._config.lease_s),
             indices=indices,
-            block_hashes=names,
+            block_hashes=tuple(names),
             first=fetch.first,
             covers=covers,
         )
@@ -244,8 +251,17 @@ class Producer:
 
     def advance(self, now: float) -> list[Effect]:
         """Announce what has come from storage meanwhile."""
-        waiting = list(self._staging.values())
-        return [effect for export in waiting for effect in self._export(now, export)]
+        due = [
+            export
+            for export in self._staging.values()
+            if self._kv.pool.lookup(export.next_names) or not self._is_staging(export)
+        ]
+        return [effect for export in due for effect in self._export(now, export)]
+
+    def _is_staging(self, export: PrefixExport) -> bool:
+        """Whether its next block is on its way from storage to memory."""
+        found = self._tiers.find(export.next_names)
+        return any(is_storage(o.tier) and o.block_hash in export.staged for o in found)
 
     def tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -275,8 +291,7 @@ class Producer:
         while (found := self._pin_run(export)) is not None:
             tier, blocks, sums = found
             effects.append(self._announce_run(export, tier, blocks, sums))
-        rest = self._tiers.find(export.rest)
-        if rest and is_storage(rest[0].tier) and rest[0].block_hash in export.staged:
+        if self._is_staging(export):
             coming_to = self._tiers.memory_tier
             assert coming_to is not None
             if is_first and not effects:
@@ -294,7 +309,8 @@ class Producer:
             name = names[index - first]
             return self._kv.pool.is_cached(name) or bool(self._tiers.find([name]))
 
-        return self._kv.windows.reach(first + len(names), has)
+        known = first // self._kv.windows.count
+        return self._kv.windows.reach(first + len(names), has, known)
 
     def _announce_run(
         self, export: PrefixExport, tier: Tier, blocks: Seq[int], sums: Seq[int]
@@ -320,15 +336,14 @@ class Producer:
         """Pin the next blocks that are all in one tier; None if there are none."""
         pool = self._kv.pool
         room = int(EXPORT_SHARE * pool.num_blocks) - sum(len(e.blocks) for e in self.exports)
-        blocks = pool.lookup(export.rest)[: max(0, room)]
+        blocks = pool.lookup(export.rest[: max(0, room)])
         if blocks:
             pool.acquire(blocks)
             export.blocks += blocks
             return Tier.DEVICE, tuple(blocks), tuple(self._kv.checksums[b] for b in blocks)
-        found = self._tiers.find(export.rest)
-        if not found or is_storage(tier := found[0].tier):
+        sources = self._tiers.find(export.rest, one_tier=True)
+        if not sources or is_storage(tier := sources[0].tier):
             return None
-        sources = list(takewhile(lambda source: source.tier is tier, found))
         self._tiers.pin(sources)
         export.sources += sources
         return tier, tuple(s.slot for s in sources), tuple(s.checksum for s in sources)

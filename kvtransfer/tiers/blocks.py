@@ -2,10 +2,6 @@
 
 Life of a block here: sealed on the device -> waiting to be copied -> in the first tier -> in those
 behind it too, once it was not used for a while -> in none, when all of them have forgotten it.
-
-Life of its record in the index of a storage tier: put when the block is written -> put again when
-its retention has become much longer -> removed when the block is forgotten, and that before its
-slot is written again.
 """
 
 from __future__ import annotations
@@ -13,24 +9,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from operator import itemgetter
+from typing import NamedTuple
 
-from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.config import WorkerConfig
+from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
-from kvrelay.engine.node import Effect, Note
-from kvrelay.kvtransfer.agent import UNKNOWN, StoreFound, StoreGone, StoreIndex
-from kvrelay.kvtransfer.tiers.pool import Entry, LeastFirst, TierPool, Usage
-from kvrelay.kvtransfer.tiers.registry import TIERS, has_keys, is_storage
+from kvrelay.engine.node import Effect
+from kvrelay.kvtransfer.agent import UNKNOWN, StoreFound, StoreGone
+from kvrelay.kvtransfer.tiers.pool import Entry, LeastFirst, TierPool
+from kvrelay.kvtransfer.tiers.records import IndexUpdates, lacks_time
+from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
+from kvrelay.kvtransfer.tiers.uses import Run, Runs, Usage
 
 WRITE_AHEAD_SHARE = 0.25  # where less of the first tier is blank, its oldest are written early
-
-RETRY = Backoff(10.0, 300.0)  # before a store that failed is written again
-REFRESH_SHARE = 0.5  # a record that lacks so much of its block's retention is put again
-MAX_REFRESHED = 64  # records that are put again at a time
-WHAT_IT_NEEDS = {
-    False: "folder exists, is writable, and has room for the full size",
-    True: "server answers, and the bucket may be written",
-}
 
 StoreRecords = Mapping[Tier, Sequence[DiskRecord]]
 """What the store of each tier held when it was opened."""
@@ -44,79 +37,6 @@ class Source:
     slot: int
     block_hash: bytes
     checksum: int
-
-
-class IndexUpdates:
-    """How the index of a storage tier has to change, and when the store may be written.
-
-    Owned by `TierBlocks`. Invariant: a record is removed before its slot is given to a move,
-    because `take` goes first and nothing is moved to the store while it waits."""
-
-    def __init__(self, tier: Tier) -> None:
-        self._tier = tier
-        self._removed: list[int] = []  # slots
-        self._put: list[Entry] = []
-        self._stale: dict[Entry, None] = {}  # listed, with too little retention
-        self._failures = 0  # each soon after the one before
-        self._retry_at = float("-inf")
-
-    def may_write(self, now: float) -> bool:
-        return now >= self._retry_at
-
-    def put(self, entry: Entry) -> None:
-        """It can be read from now on."""
-        if not has_keys(self._tier):
-            self._put.append(entry)
-
-    def remove(self, entry: Entry) -> None:
-        if entry.indexed_until is not None:
-            self._removed.append(entry.slot)
-
-    def on_use(self, now: float, entry: Entry) -> None:
-        """Its retention may have grown."""
-        until, expires_at = entry.indexed_until, entry.usage.expires_at
-        if until is not None and until < expires_at - REFRESH_SHARE * (expires_at - now):
-            self._stale[entry] = None
-
-    def refresh(self, now: float) -> None:
-        """Put some of those again whose records end too early."""
-        if not self.may_write(now):
-            return
-        for entry in list(self._stale)[:MAX_REFRESHED]:
-            del self._stale[entry]
-            self._put.append(entry)
-
-    def take(self, now: float) -> list[Effect]:
-        """What to change in the index; nothing while the store must not be written."""
-        if not self.may_write(now) or not (self._removed or self._put):
-            return []
-        records = []
-        for entry in self._put:
-            if not entry.gone:
-                until = entry.indexed_until = entry.usage.expires_at
-                record = DiskRecord(
-                    entry.slot, entry.block_hash, entry.checksum, keep_s=max(0.0, until - now)
-                )
-                records.append(record)
-        removed = tuple(self._removed)
-        self._removed.clear()
-        self._put.clear()
-        return [StoreIndex(removed, tuple(records), self._tier)] if removed or records else []
-
-    def on_failed(self, now: float, error: str) -> list[Effect]:
-        """The store could not be written."""
-        if not self.may_write(now):
-            return []  # posted before the failure that was noted
-        if now >= self._retry_at + RETRY.pause_s(self._failures + 1):  # it was well
-            self._failures = 0
-        self._failures += 1
-        retry_s = RETRY.pause_s(self._failures)
-        self._retry_at = now + retry_s
-        text = (
-            f"{error}. Nothing is written to the {self._tier} store for {retry_s:g} s, what it"
-            f" holds is still read; see that its {WHAT_IT_NEEDS[has_keys(self._tier)]}"
-        )
-        return [Note("warning", f"{self._tier}_store_failed", text)]
 
 
 class BackingTier:
@@ -184,13 +104,27 @@ class BackingTier:
         return entry.usage.last_used if wanted else None
 
 
+class _Use(NamedTuple):
+    """A request that begins or ends."""
+
+    now: float
+    top: int  # recency of the first block of its prefix
+    retention: Retention
+    looked_at: list[tuple[int, Usage]]  # one by one: entries, blocks
+
+
+_Wanted = tuple[int, bytes, Run]  # a block that is on the device only: its entry, its name
+
+
 class TierBlocks:
     """Owned by `Tiers`. Owns the pools of the lower tiers.
 
     Invariant: `usages` holds exactly the blocks that are in a lower tier, on their way to one, or
     in `to_copy`; no two have the same recency."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, kv: KVCacheManager) -> None:
+        self._device, self._groups = kv.pool, kv.windows.groups
+        self._offered = [group for group, window in enumerate(self._groups) if not window.size]
         sizes = {tier: spec.num_blocks(config) for tier, spec in TIERS.items()}
         self.pools = {
             tier: TierPool(tier, size, *TIERS[tier].sizes(config))
@@ -207,6 +141,7 @@ class TierBlocks:
         indexed |= {Tier.HOST} if config.host_outlives else set()
         self.indexes = {tier: IndexUpdates(tier) for tier in TIERS if tier in indexed}
         self.usages: dict[bytes, Usage] = {}
+        self.runs = Runs(len(self._groups), self._offered)
         self.counters: dict[str, float] = {}
         self.to_copy: OrderedDict[bytes, None] = OrderedDict()  # from the device, in order
         self._max_to_copy = config.num_blocks
@@ -257,7 +192,7 @@ class TierBlocks:
             if not (evict or pool.num_blank):
                 return number
             usage = self.usages.get(name) or self._add_usage(now, name, Retention(keep_s))
-            entry = pool.allocate(now, usage)
+            entry = pool.allocate(now, usage.settled())
             if entry is None:
                 self.forget_usage(name)
                 return number
@@ -281,21 +216,122 @@ class TierBlocks:
         """Whether it is on its way from the device."""
         return block_hash in self.to_copy or self.first.is_coming(block_hash)
 
-    def use(self, now: float, block_hash: bytes, retention: Retention) -> None:
-        """A request that covers this block, which is in `usages`, begins or ends."""
-        usage = self.usages[block_hash]
-        usage.parked = False
-        self._touch(now, usage, retention)
-        usage.num_uses += 1
-        if usage.num_uses == 2:
+    def use(self, now: float, names: Sequence[bytes], retention: Retention) -> None:
+        """A request that covers these blocks, of all groups, in order, begins or ends. Where layers
+        attend to windows, their blocks come to rows of a run at any time, and are looked for."""
+        count, num_rows = len(self._groups), len(names) // len(self._groups)
+        self._recency += len(names)  # the beginning has the most, and is forgotten last
+        use = _Use(now, self._recency, retention, [])
+        wanted: list[_Wanted] = []
+        new: list[Run] = []
+        row, run = 0, None
+        while row < num_rows:
+            known = self.runs.find(names, row, num_rows)
+            if known is None:
+                run = self._use_row(use, names, row, run, wanted)
+                new += [run] if run is not None and len(run.names) == 1 else []
+                row += 1
+                continue
+            run, end = None, row + len(known.names)
+            self._use_run(use, known, row, wanted)
+            if len(self._offered) < count:
+                look_up = self.usages.get
+                for index in range(row * count, end * count):
+                    if (usage := look_up(names[index])) is not None and usage.run is None:
+                        self._use_one(use, usage, index)
+                        known.add(usage, index)
+            row = end
+        for _, usage in sorted(use.looked_at, key=itemgetter(0), reverse=True):
+            until = self._look(now, usage)
+            if usage.run is not None:
+                usage.run.indexed_until = min(usage.run.indexed_until, until)
+        for run in new:
+            self.runs.keep(run)
+        for index, name, run in sorted(wanted, key=itemgetter(0), reverse=True):
+            self.want_copy(now, name, retention)
+            if (usage := self.usages.get(name)) is None:
+                run.missing[name] = index
+            else:
+                usage.recency = use.top - index
+                run.add(usage, index)
+                self.runs.keep(run)
+
+    def _use_row(
+        self,
+        use: _Use,
+        names: Sequence[bytes],
+        row: int,
+        run: Run | None,
+        wanted: list[_Wanted],
+    ) -> Run | None:
+        """A row that is in no run goes to the one that has been begun before it, if any of its
+        blocks is there; returns that one, or another that it begins."""
+        start, used, cached = row * len(self._groups), [], []
+        for index, name in enumerate(names[start : start + len(self._groups)], start):
+            if (usage := self.usages.get(name)) is not None:
+                used.append((index, usage))
+            elif index - start in self._offered and self._device.is_cached(name):
+                cached.append((index, name))
+        if not used and not cached:
+            return None
+        if run is None:
+            run = Run([], row)
+            run.use(use.now, use.top, use.retention)
+        run.names.append(names[start])
+        if len(used) + len(cached) < len(self._groups):
+            run.missing.update((names[start + group], start + group) for group in self._offered)
+        for index, usage in used:
+            self._use_one(use, usage, index)
+            if usage.run is None:
+                run.add(usage, index)
+        wanted += [(index, name, run) for index, name in cached]
+        return run
+
+    def _use_run(self, use: _Use, run: Run, row: int, wanted: list[_Wanted]) -> None:
+        """What it has is used as one; its blocks are looked at where that says something new of
+        each, and those of them that are missing."""
+        now, retention = use.now, use.retention
+        to_disk = retention.to_disk and not run.to_disk
+        widens = to_disk or (retention.is_approximate and not run.is_approximate)
+        run.use(now, use.top + (run.first - row) * len(self._groups), retention)
+        for name, index in list(run.missing.items()):
+            usage = self.usages.get(name)
+            if usage is not None:
+                self._use_one(use, usage, index)
+                if usage.run is None:
+                    run.add(usage, index)
+            elif self._device.is_cached(name):
+                wanted.append((index, name, run))
+        looked_at = run.again
+        if widens or (self.indexes and lacks_time(now, run.indexed_until, run.expires_at)):
+            run.indexed_until, looked_at = inf, dict.fromkeys(run.members.values())
+        use.looked_at.extend((usage.index, usage.settled()) for usage in looked_at)
+        run.again.clear()
+        for usage in [usage for usage in run.fresh if usage.settled().is_reused]:
+            del run.fresh[usage]
             for pool in self.pools.values():
-                pool.on_reuse(block_hash)
+                pool.on_reuse(usage.block_hash)
+
+    def _use_one(self, use: _Use, usage: Usage, index: int) -> None:
+        """A block that is in no run, or not at its place there."""
+        was_reused = usage.settled().is_reused
+        usage.parked = False
+        self._touch(use.now, usage, use.retention, use.top - index)
+        use.looked_at.append((index, usage))
+        usage.num_uses += 1
+        if usage.is_reused and not was_reused:
+            if usage.run is not None:
+                usage.run.fresh.pop(usage, None)
+            for pool in self.pools.values():
+                pool.on_reuse(usage.block_hash)
 
     def want_copy(self, now: float, block_hash: bytes, retention: Retention) -> None:
         """A block that was sealed on the device: copy it down, if its retention asks for it."""
         usage = self.usages.get(block_hash)
         if usage is not None:
-            self._touch(now, usage, retention)
+            self._recency += 1
+            self._touch(now, usage, retention, self._recency)
+            self._look(now, usage)
         elif not self.first.num_blocks:
             return
         elif retention.keep_s > 0 and (retention.to_disk or not is_storage(self.first.tier)):
@@ -315,7 +351,7 @@ class TierBlocks:
         for block_hash in reversed(block_hashes):
             if (usage := self.usages.get(block_hash)) is not None:
                 self._recency += 1
-                usage.recency = self._recency
+                usage.settled().recency = self._recency
         for block_hash in block_hashes:
             if block_hash in self.first:
                 continue
@@ -334,7 +370,7 @@ class TierBlocks:
         usage = self.usages.get(block_hash)
         if not self.backing or usage is None:
             return
-        usage.parked = True
+        usage.settled().parked = True
         for backing in self.backing:
             backing.park(block_hash)
 
@@ -366,7 +402,10 @@ class TierBlocks:
     def drop_unless_reused(self, block_hash: bytes) -> None:
         """Drop it, unless others than the request that made it use it."""
         usage = self.usages.get(block_hash)
-        if usage is not None and not usage.is_reused and not usage.parked:
+        if usage is None:
+            return
+        usage = usage.settled()
+        if not usage.is_reused and not usage.parked:
             self.drop(block_hash)
 
     def discard(self, tier: Tier, slot: int, block_hash: bytes, why: str) -> None:
@@ -395,14 +434,20 @@ class TierBlocks:
                 self.count(f"tier_{entry.gone}_{tier}")
                 if tier in self.indexes:
                     self.indexes[tier].remove(entry)
-                if self.forget_usage(entry.block_hash) and entry.gone == "evicted":
-                    self.count("tier_lost")
+                if self.forget_usage(entry.block_hash):
+                    if entry.gone == "evicted":
+                        self.count("tier_lost")
+                elif (run := entry.usage.run) is not None:
+                    run.again[entry.usage] = None
 
     def forget_usage(self, block_hash: bytes) -> bool:
         """True if there is nothing of it below the device any more."""
         if block_hash in self.to_copy or any(block_hash in pool for pool in self.pools.values()):
             return False
-        return self.usages.pop(block_hash, None) is not None
+        usage = self.usages.pop(block_hash, None)
+        if usage is not None:
+            self.runs.lose(usage)
+        return usage is not None
 
     def on_store_failed(self, now: float, tier: Tier, error: str) -> list[Effect]:
         self.count(f"{tier}_store_failed")
@@ -429,20 +474,27 @@ class TierBlocks:
             pool.check_integrity()
         held = {block_hash for pool in self.pools.values() for block_hash in pool}
         assert set(self.usages) == held | set(self.to_copy)
-        assert len({usage.recency for usage in self.usages.values()}) == len(self.usages)
+        usages = self.usages.values()
+        assert len({usage.settled().recency for usage in usages}) == len(usages)
+        self.runs.check_integrity(self.usages)
 
-    def _touch(self, now: float, usage: Usage, retention: Retention) -> None:
-        self._recency += 1
-        usage.recency = self._recency
+    def _touch(self, now: float, usage: Usage, retention: Retention, recency: int) -> None:
+        usage.settled().recency = recency
         usage.last_used = max(usage.last_used, now)
         usage.expires_at = max(usage.expires_at, now + retention.keep_s)
         usage.to_disk |= retention.to_disk
         usage.is_approximate |= retention.is_approximate
         usage.is_low &= retention.is_low
+
+    def _look(self, now: float, usage: Usage) -> float:
+        """It was used: it may have to be written, or put into an index again. Returns the earliest
+        end of its other records."""
         self.consider_writing(usage.block_hash)
+        until = inf
         for tier, pool in self.pools.items():
             if tier in self.indexes and (entry := pool.get(usage.block_hash)) is not None:
-                self.indexes[tier].on_use(now, entry)
+                until = min(until, self.indexes[tier].on_use(now, entry))
+        return until
 
     def _usage_of(self, now: float, record: DiskRecord) -> Usage:
         """What a store knew of a block; another one may have held it too, for longer."""

@@ -61,7 +61,7 @@ class Tiers:
     def __init__(self, config: WorkerConfig, kv: KVCacheManager) -> None:
         self._config = config
         self._kv = kv
-        self._blocks = TierBlocks(config)
+        self._blocks = TierBlocks(config, kv)
         self._moves = TierMoves(config, kv, self._blocks)
         self._pools = self._blocks.pools
         self._orders: list[LiveOrder] = []
@@ -74,13 +74,16 @@ class Tiers:
         """`records`: what each store held when it was opened."""
         self._blocks.start(now, records)
 
-    def find(self, block_hashes: Sequence[bytes]) -> list[Source]:
-        """The longest run from the first that can be read now, each from its fastest tier."""
+    def find(self, block_hashes: Sequence[bytes], *, one_tier: bool = False) -> list[Source]:
+        """The longest run from the first that can be read now, each from its fastest tier;
+        `one_tier`: as long as that is the same one."""
         sources: list[Source] = []
         for block_hash in block_hashes:
             for tier, pool in self._pools.items():
                 entry = pool.get(block_hash)
                 if entry is not None:
+                    if one_tier and sources and sources[0].tier is not tier:
+                        return sources
                     sources.append(Source(tier, entry.slot, block_hash, entry.checksum))
                     break
             else:
@@ -101,16 +104,9 @@ class Tiers:
         a request without retention, or missed their copy, are on the device only: they are copied
         down now, or the tiers would have what follows them without the beginning. Where layers
         attend to a window, the end of a request says which of their blocks those are."""
-        if not self._pools:
-            return
-        self._take_sealed(now)
-        blocks, groups = self._blocks, self._kv.windows.groups
-        for index in range(len(block_hashes) - 1, -1, -1):  # the beginning is forgotten last
-            block_hash, offers = block_hashes[index], not groups[index % len(groups)].size
-            if block_hash in blocks.usages:
-                blocks.use(now, block_hash, retention)
-            elif offers and self._kv.pool.is_cached(block_hash):
-                blocks.want_copy(now, block_hash, retention)
+        if self._pools:
+            self._take_sealed(now)
+            self._blocks.use(now, block_hashes, retention)
 
     def discard(self, source: Source) -> None:
         """Its bytes are damaged or unreadable: forget this copy."""

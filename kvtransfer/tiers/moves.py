@@ -210,7 +210,7 @@ class TierMoves:
         return self._config.num_blocks if pool is None else pool.num_usable
 
     def _allocate(self, now: float, pool: TierPool, block_hash: bytes) -> Entry | None:
-        entry = pool.allocate(now, self._blocks.usages[block_hash])
+        entry = pool.allocate(now, self._blocks.usages[block_hash].settled())
         if entry is None:
             self._blocks.count(f"tier_no_room_{pool.tier}")
         return entry
@@ -250,7 +250,7 @@ class TierMoves:
         if not (is_coded and self._config.quantizes):
             return ()
         usages = self._blocks.usages
-        return tuple(b.dst for b in moving if usages[b.block_hash].is_approximate)
+        return tuple(b.dst for b in moving if usages[b.block_hash].settled().is_approximate)
 
     def _settle(self, dst: Tier, block: Moving, good: bool, num_bytes: int | None) -> None:
         """Nothing writes to the destination any more, where the block takes so many bytes; None:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from kvrelay.engine.kv.block_pool import NetChanges
 from kvrelay.engine.kv.tier import Tier, TierHashes
 from kvrelay.kvtransfer.tiers.registry import has_keys
+from kvrelay.kvtransfer.tiers.uses import Usage
 
 PROBATION_SHARE = 0.7
 """Of a tier, left to blocks that no second request has used. The rest is for those that one has, so
@@ -80,32 +81,10 @@ class LeastFirst(Generic[Item]):
 
 
 @dataclass(slots=True, eq=False)
-class Usage:
-    """How one block is used; shared by all tiers that hold it.
-
-    Invariant: no two blocks have the same `recency`; no number here ever shrinks."""
-
-    block_hash: bytes
-    recency: int  # grows from use to use; within one, the beginning of the sequence has more
-    last_used: float
-    expires_at: float
-    to_disk: bool
-    num_uses: int = 0  # times that a request began or ended with it here
-    parked: bool = False  # it should be on disk soon
-    is_approximate: bool = False  # it may be kept in fewer bits
-    is_low: bool = False  # only requests of low classes of service have used it
-
-    @property
-    def is_reused(self) -> bool:
-        """By a second request: the end of the one that made it was the first use."""
-        return self.num_uses > 1
-
-
-@dataclass(slots=True, eq=False)
 class Entry:
     """A block in a tier. `gone`: why it was forgotten; empty while it is here."""
 
-    usage: Usage
+    _usage: Usage
     slot: int
     checksum: int = 0
     readable: bool = False
@@ -114,8 +93,12 @@ class Entry:
     gone: str = ""
 
     @property
+    def usage(self) -> Usage:
+        return self._usage.settled()
+
+    @property
     def block_hash(self) -> bytes:
-        return self.usage.block_hash
+        return self._usage.block_hash
 
 
 class TierPool:

@@ -44,6 +44,7 @@ from kvrelay.lab.replay.report import (
     summary,
 )
 from kvrelay.lab.replay.trace import PRESETS, Trace, by_model, multiplied, preset
+from kvrelay.lab.replay.why import why_table
 from kvrelay.lab.timing.profile import load_timing
 from kvrelay.lab.timing.timing import Timing, TimingError, overheads_of
 from kvrelay.router.config import POLICIES
@@ -254,6 +255,7 @@ _FILE = click.Path(path_type=Path)
 @click.option("--disk-gib", type=_ABOVE_0, help="Disk for KV, of each worker.")
 @click.option("--disk-blocks", type=_NONE_OR_MORE, help="The same in blocks.")
 @click.option("--policy", metavar="NAME[,NAME...]", help=f"{', '.join(KNOWN_POLICIES)}, or all.")
+@click.option("--why", is_flag=True, help="Where TTFT goes, beside the oracle.")
 @click.option("--speedup", type=_ABOVE_0, default=1.0, show_default=True, help="Of arrivals.")
 @click.option("--copies", type=_COUNT, default=1, show_default=True, help="Of each request.")
 @click.option("--max-seqs", type=_COUNT, default=64, show_default=True, help="In a step.")
@@ -322,6 +324,8 @@ def replay_command(
     if str(json_path) != "-":
         for each in found.values():
             Console().print(result_table(each[0]) if len(each) == 1 else comparison_table(each))
+            if options["why"]:
+                Console().print(why_table(each))
         if len(found) > 1:
             first = {model: each[0] for model, each in results.items()}
             Console().print(models_table(per_model(first, slos)))
@@ -415,8 +419,11 @@ def _configs(options: dict[str, Any], model: str) -> list[ReplayConfig]:
             faults=_faults_of(model, parse_faults(options["faults"])),
             timeout_s=options["timeout_s"],
             stats_interval_s=stats_interval_s,
+            why=options["why"],
         )
         policies = parse_policies(options["policy"] or default)
+        if options["why"]:
+            policies = tuple(dict.fromkeys((*policies, ORACLE)))
         return [
             replace(config, oracle=True)
             if name == ORACLE

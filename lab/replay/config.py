@@ -44,6 +44,7 @@ class ReplayConfig:
     timeout_s: float = 600.0  # for each request
     itl_target_s: float = 0.0  # at decode workers; 0: prompts there are computed whole
     stats_interval_s: float = 1.0  # workers tell their statistics so often
+    why: bool = False  # say where the time to the first token goes: see `why`
 
     def __post_init__(self) -> None:
         if self.oracle and self.router.policy != "prefix":

@@ -24,6 +24,7 @@ from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.lab.replay.config import Fault, ReplayConfig
 from kvrelay.lab.replay.runtime import ReplayRuntime
 from kvrelay.lab.replay.trace import Trace, TraceRequest
+from kvrelay.lab.replay.why import Watch, Why
 from kvrelay.lab.timing.timing import overheads_of
 from kvrelay.router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
 from kvrelay.router.router import Router
@@ -50,6 +51,7 @@ class Sample:
     refused: str | None = None  # the reason
     refused_s: float | None = None
     retry_after_s: float | None = None
+    why: Why | None = None  # if asked for
 
 
 @dataclass(slots=True)
@@ -108,6 +110,8 @@ class Replay:
         self.runtime = ReplayRuntime(
             config.timing, config.block_size, self._on_answer, client=CLIENT
         )
+        self.watch = Watch(config.block_size) if config.why else None
+        self.runtime.on_send = self.watch.on_send if self.watch else None
         self.router = Router(ROUTER, config.router)
         self._request_s = overheads_of(config.timing).request_s
         self.samples: list[Sample] = []
@@ -270,6 +274,10 @@ class Replay:
             )
             waited_s = decision.at_s - sample.at_s  # by then that was known
             sample.predicted_ttft_s = waited_s + decision.predicted_ttft_s
+        if self.watch is not None and sample.ttft_s is not None:
+            explanation = self.router.explanations.get(sample.request_id)
+            cached = sum(sample.cached.values())
+            sample.why = self.watch.explain(explanation, sample.ttft_s, cached)
         self.samples.append(sample)
 
     # -- the result ------------------------------------------------------------------------------

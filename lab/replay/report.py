@@ -21,6 +21,7 @@ from rich.text import Text
 from kvrelay.lab.replay.autoscale import ScaledResult
 from kvrelay.lab.replay.config import ReplayConfig
 from kvrelay.lab.replay.replay import ReplayResult, Sample
+from kvrelay.lab.replay.why import summary_of
 from kvrelay.router.scaling_config import ScalingConfig
 
 Summary = dict[str, Any]
@@ -74,6 +75,7 @@ def summary(result: ReplayResult, slo: Slo = Slo(), model: str = "") -> Summary:
         "prediction_error": _prediction_error(done),
         "per_tenant": _shares(samples, slo, lambda sample: sample.tenant),
         "per_priority": _shares(samples, slo, lambda sample: sample.priority),
+        **_why(done),
         "retries": dict(result.retries),
         "counters": dict(result.counters),
         "virtual_s": result.virtual_s,
@@ -82,6 +84,11 @@ def summary(result: ReplayResult, slo: Slo = Slo(), model: str = "") -> Summary:
         "events": result.num_events,
         "peak_rss_bytes": result.peak_rss_bytes,
     }
+
+
+def _why(done: Sequence[Sample]) -> Summary:
+    whys = [sample.why for sample in done if sample.why is not None]
+    return {"why": summary_of(whys)} if whys else {}
 
 
 def _rate(amount: float, seconds: float) -> float | None:

@@ -251,6 +251,7 @@ class ReplayRuntime(VirtualTime[ReplayNode, Any]):
     log: TokenLog = field(default_factory=TokenLog)
     notes: dict[str, int] = field(default_factory=dict)
     client: NodeId = "client"
+    on_send: Callable[[float, Any], None] | None = None  # told of every message between nodes
     _passes: TimedPasses = field(init=False)
     _contention: Contention | None = None  # None: no two workers share anything but links
 
@@ -322,6 +323,8 @@ class ReplayRuntime(VirtualTime[ReplayNode, Any]):
         for effect in effects:
             kind = type(effect)
             if kind is Send:
+                if self.on_send is not None:
+                    self.on_send(self.now, effect.message)
                 if effect.to == self.client:
                     self.to_client(self.now, effect.message)
                 else:

@@ -229,7 +229,7 @@ def break_worker(worker: Worker, broken: Break) -> None:
         worker.core.watch = _BlindWatch(worker.config)
     if broken is Break.OUTPUTS:
 
-        def usable_hashes(seq: Seq) -> list[bytes]:
+        def usable_hashes(seq: Seq) -> Sequence[bytes]:
             return seq.block_hashes[: (len(seq.tokens) - 1) // kv.block_size]
 
         kv.usable_hashes = usable_hashes  # type: ignore[method-assign]

@@ -431,8 +431,8 @@ class SimRuntime(VirtualTime[SimNode, Callable[[], None]]):
 
     def _finish_step(self, life: SimNode, duration_s: float, error: str | None) -> None:
         if isinstance(worker := life.node, Worker):
-            is_private = worker.core.kv.pool.is_private
-            if freed := [block for block in life.executor.written() if not is_private(block)]:
+            is_own = worker.core.kv.pool.are_private
+            if freed := [block for block in life.executor.written() if not is_own([block])]:
                 self.violate("block freed while a step writes to it", f"{life.node_id}: {freed}")
         done: StepDone = life.executor.finish(self.faults.measured(life.node_id, duration_s), error)
         if life.executor.is_busy:

@@ -12,13 +12,14 @@ import pytest
 
 from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.block_pool import LEFT_S, BlockPool
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.scope import UNSALTED
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.scheduling.lacks import Lacks
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.sequence import NO_BLOCK, SeqState, Sequence
+from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.service_class import ServiceClass
 from tests.engine.configs import worker_config
 from tests.engine.sequences import sequence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,31 +70,6 @@ def test_runs_are_what_is_kept(windows: Windows, first: int, count: int, positio
     if windows.count == 1:
         assert sum(map(len, runs)) == len(kept)
         assert len(runs) <= 2
-
-
-@given(GROUPS, st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
-def test_what_is_freed_was_kept_and_is_no_more(
-    windows: Windows, before: int, more: int, length: int
-) -> None:
-    entries, after = windows.entries(before + more + length), before + more
-    expected = [i for i in range(entries) if windows.keeps(i, before)]
-    expected = [i for i in expected if not windows.keeps(i, after)]
-    assert sorted(windows.freed(before, after)) == expected
-
-
-@given(GROUPS, st.integers(1, 4), st.integers(0, 60), st.integers(1, 60))
-def test_a_table_has_blocks_for_what_is_read_and_written_next(
-    windows: Windows, chunk: int, num_computed: int, more: int
-) -> None:
-    groups = tuple(replace(each, chunk_blocks=chunk) for each in windows.groups)
-    windows, num_tokens = replace(windows, groups=groups), num_computed + more
-    needs, end = windows.needs(num_computed, num_tokens), windows.end(num_computed, num_tokens)
-    assert len(needs) == windows.length(num_computed, num_tokens)
-    assert sum(needs) <= windows.max_blocks(num_tokens)
-    assert windows.tokens(end) > num_computed
-    for index, needed in enumerate(needs):
-        whole = not windows.groups[index % windows.count].size
-        assert needed == (windows.keeps(index, num_computed) and (whole or index < end))
 
 
 @given(GROUPS, st.integers(1, 60))

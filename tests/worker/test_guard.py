@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvrelay.engine.kv.block_table import BlockTable
 from kvrelay.engine.request import Refusal
 from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.step import Step, StepDone
@@ -41,7 +42,8 @@ def has_two_swapped(liar: Sequence, other: Sequence) -> None:
 
 
 def lost_one(liar: Sequence, other: Sequence) -> None:
-    del liar.block_ids[1]
+    first, _, *others = liar.block_ids
+    liar.block_ids = BlockTable.of([first, *others])
 
 
 READS = {

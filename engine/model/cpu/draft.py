@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrelay.engine.model.batch import Limits
+from kvrelay.engine.model.batch import Limits, Table
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.recurrent import address, described_matrix
@@ -72,7 +72,7 @@ class CpuDraft(CpuDecode):
             request.known = self._known.data_ptr()
 
     def propose(
-        self, shares: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], states: torch.Tensor
+        self, shares: Sequence[ScheduledSeq], tables: Sequence[Table], states: torch.Tensor
     ) -> list[list[int]]:
         """As many tokens after each of `shares`, which have one, as it asks for. All take part in
         as many passes as the one that asks for most: what the others draw then is cut off, and they
@@ -96,7 +96,7 @@ class CpuDraft(CpuDecode):
         return step.repeats
 
     def keep(
-        self, shares: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], states: torch.Tensor
+        self, shares: Sequence[ScheduledSeq], tables: Sequence[Table], states: torch.Tensor
     ) -> None:
         """Writes keys and values of all tokens of `shares`; states: before each."""
         self._place(shares, tables)

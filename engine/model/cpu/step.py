@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvrelay.engine.model.batch import Batch, Limits
+from kvrelay.engine.model.batch import Batch, Limits, Table
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.attention import CpuAttention
 from kvrelay.engine.model.cpu.kernels import constants, structure
@@ -321,7 +321,7 @@ class CpuDecode:
         )
         self._capacity = self._splits = 0
         self._rows: dict[str, np.ndarray] = {}
-        self._held: list[tuple[np.ndarray, SamplingParams]] = []
+        self._held: list[tuple[Table, int, SamplingParams]] = []  # with how many rows
         self._lengths: list[int] = []  # context of each row, in tokens
         self._undrawn: list[int] = []  # sequences whose rows the kernels do not draw
         self._draw = CpuDraw(library, num_threads)
@@ -329,7 +329,7 @@ class CpuDecode:
     def execute(
         self,
         step: Step,
-        tables: Sequence[np.ndarray],
+        tables: Sequence[Table],
         masks_of: Masks | None = None,
         loaded: Mapping[bytes, RowTerms] = NOTHING_LOADED,
     ) -> list[Sampled] | None:
@@ -387,7 +387,7 @@ class CpuDecode:
                 row = self._rows["query_start"][index]
                 at[row] = counts_of(seq, self._limits.window, room).address
 
-    def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray]) -> int:
+    def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[Table]) -> int:
         """Fills in the rows of `seqs`, and returns how many they are."""
         count = sum(len(seq.input_tokens) for seq in seqs)
         self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
@@ -433,7 +433,7 @@ class CpuDecode:
             most = min(most, *(min(size - s.start % size, longest - s.start) for s in step.seqs))
         return most
 
-    def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[np.ndarray], count: int) -> None:
+    def _fill(self, seqs: Sequence[ScheduledSeq], tables: Sequence[Table], count: int) -> None:
         """Fills in `count` rows for the kernel."""
         rows, held, request = self._rows, self._held, self._request
         request.num_seqs = len(seqs)
@@ -445,14 +445,14 @@ class CpuDecode:
             self._lengths = lengths
             rows["query_len"][: len(seqs)] = lengths
             rows["query_start"][: len(seqs)] = np.cumsum(lengths) - lengths
-        self._held = [(blocks, seq.sampling) for seq, blocks in zip(seqs, tables, strict=True)]
-        for index, (blocks, sampling) in enumerate(self._held):
-            old = held[index] if index < len(held) else (None, None)
-            if old[0] is not blocks:
-                groups = request.num_groups
-                of_groups = blocks.reshape(-1, groups).T
-                rows["block_tables"][:, index, : len(blocks) // groups] = of_groups
-            is_new = is_new or old[1] is not sampling
+        both = zip(seqs, tables, strict=True)
+        self._held = [(table, table.num_rows, seq.sampling) for seq, table in both]
+        for index, (table, num_rows, sampling) in enumerate(self._held):
+            old = held[index] if index < len(held) else (None, 0, None)
+            first = old[1] if old[0] is table else 0
+            if first < num_rows:
+                table.write(rows["block_tables"][:, index], first, num_rows)
+            is_new = is_new or old[2] is not sampling
         undrawn = [index for index, seq in enumerate(seqs) if not is_drawn(seq)]
         if is_new or undrawn != self._undrawn:
             self._undrawn = undrawn

@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.model.batch import Batch, Limits, check_tokens, checked_blocks
+from kvrelay.engine.model.batch import Batch, Limits, Table, tables_of
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.gpu.penalties import NO_ROW, DeviceCounts, penalize
 from kvrelay.engine.model.gpu.sampling import COLUMNS, draw, draws_of
-from kvrelay.engine.model.gpu.staging import StaticInputs
+from kvrelay.engine.model.gpu.staging import StaticInputs, stage_arrays
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq
 
@@ -44,9 +44,10 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class DecodePasses:
     """Owned by `GpuSteps`. Up to `max_num_seqs` rows: a sequence's token, and each draft token.
 
-    Invariants: a row past the step's sequences has no slot, and reads position 0 of block 0. A pass
-    is loaded only after the result of the last but one has been read: that one used the same arrays
-    on the host."""
+    Invariants: a row past the step's sequences has no slot, and reads position 0 of a block that it
+    once had, or of block 0. A pass is loaded only after the result of the last but one has been
+    read: that one used the same arrays on the host. Block tables on the device are as those on the
+    host: what changes in them is sent, behind the pass before."""
 
     def __init__(
         self,
@@ -73,7 +74,6 @@ class DecodePasses:
                 "follows": (rows, np.int32),
                 "counted": (rows, np.int32),  # row of `counts`
                 "more_slots": ((limits.num_groups - 1, max_num_seqs), np.int64),
-                "block_tables": ((max_num_seqs, limits.num_groups, width), np.int32),
             },
             device,
             SLOTS,
@@ -83,8 +83,10 @@ class DecodePasses:
             host["query_len"][:] = 1
         self.counts = DeviceCounts(max_num_seqs, limits.vocab_size, limits.window, device)
         self._last = 0  # index of the last pass's arrays
-        # What the rows of block_tables and of the parameters were written from.
-        self._held: list[list[np.ndarray | None]] = [[None] * max_num_seqs for _ in range(SLOTS)]
+        self._host_tables = np.zeros((max_num_seqs, limits.num_groups, width), np.int32)
+        self._tables = torch.from_numpy(self._host_tables).to(device, copy=True)
+        # What their rows were written from, and how many rows of that; and those of the parameters.
+        self._held: list[tuple[Table | None, int]] = [(None, 0)] * max_num_seqs
         self._params: list[list[SamplingParams | None]] = [
             [None] * max_num_seqs for _ in range(SLOTS)
         ]
@@ -105,7 +107,7 @@ class DecodePasses:
     def begin(
         self,
         seqs: list[ScheduledSeq],
-        tables: Sequence[np.ndarray] | None = None,
+        tables: Sequence[Table] | None = None,
         follows: Sequence[int] | None = None,
     ) -> Callable[[], list[int]]:
         """Load and launch a pass; what is returned waits for its tokens, one of each row, and may
@@ -118,7 +120,7 @@ class DecodePasses:
     def load(
         self,
         seqs: list[ScheduledSeq],
-        tables: Sequence[np.ndarray] | None = None,
+        tables: Sequence[Table] | None = None,
         follows: Sequence[int] | None = None,
     ) -> int:
         """Send a pass's inputs: of each sequence a row for its token and, after it, one for each
@@ -127,23 +129,19 @@ class DecodePasses:
         its own. Returns what `launch` and `result` want. Raises ValueError for a sequence that is
         not within the limits; nothing is sent then."""
         if tables is None:
-            tables = [checked_blocks(seq, self._limits) for seq in seqs]
-            for seq in seqs:
-                check_tokens(seq, self._limits)
+            tables = tables_of(seqs, self._limits)
         slot, block_size = (self._last + 1) % SLOTS, self._limits.block_size
-        groups = self._limits.num_groups
-        host, held, last_params = self._inputs.hosts[slot], self._held[slot], self._params[slot]
+        host, last_params = self._inputs.hosts[slot], self._params[slot]
         count = 0
         changed: dict[int, ScheduledSeq] = {}  # rows whose parameters are not the last step's
-        for seq, blocks in zip(seqs, tables, strict=True):
+        rows_of: list[Table] = []
+        for seq, table in zip(seqs, tables, strict=True):
             for row in range(count, count + len(seq.input_tokens)):
-                if held[row] is not blocks:  # identical as long as nothing changes in it
-                    of_groups = blocks.reshape(-1, groups).T
-                    host["block_tables"][row, :, : len(blocks) // groups] = of_groups
-                    held[row] = blocks
                 if last_params[row] is not seq.sampling:
                     changed[row] = seq
+                rows_of.append(table)
             count += len(seq.input_tokens)
+        self._send_tables(rows_of)
         size = self.size_for(count)
         if count == len(seqs):
             starts = np.array([seq.start for seq in seqs], np.int64)
@@ -154,7 +152,7 @@ class DecodePasses:
             inputs = chain.from_iterable(seq.input_tokens for seq in seqs)
             tokens = np.fromiter(inputs, np.int64, count)
         rows, rest = slice(0, count), slice(count, size)
-        blocks = host["block_tables"][np.arange(count), :, starts // block_size].astype(np.int64)
+        blocks = self._host_tables[np.arange(count), :, starts // block_size].astype(np.int64)
         slots = blocks * block_size + (starts % block_size)[:, np.newaxis]  # [count, groups]
         host["tokens"][rows], host["tokens"][rest] = tokens, 0
         host["positions"][rows], host["positions"][rest] = starts, 0
@@ -175,12 +173,30 @@ class DecodePasses:
         for name in COLUMNS:
             host[name][rest] = 0
         host["position"][rows] = starts + 1
-        host["block_tables"][rest, :, 0] = 0
         for row in range(count, size):
-            held[row] = last_params[row] = None
-        self._inputs.send(slot, size)
+            last_params[row] = None
+        self._inputs.send(slot)
         self._last = slot
         return slot
+
+    def _send_tables(self, tables: Sequence[Table]) -> None:
+        """Sends what is not there yet of each row."""
+        places: list[np.ndarray] = []
+        blocks: list[np.ndarray] = []
+        row_size = self._host_tables[0].size
+        for row, table in enumerate(tables):
+            held, num_rows = self._held[row]
+            first = num_rows if held is table else 0
+            if first < table.num_rows:
+                places.append(row * row_size + table.places(first, table.num_rows))
+                blocks.append(table.visible(first, table.num_rows))
+            self._held[row] = table, table.num_rows
+        if places:
+            changed = {"places": np.concatenate(places), "blocks": np.concatenate(blocks)}
+            changed["blocks"] = changed["blocks"].astype(np.int32)
+            self._host_tables.reshape(-1)[changed["places"]] = changed["blocks"]
+            there = stage_arrays(changed, self._device)
+            self._tables.view(-1)[there["places"]] = there["blocks"]
 
     def launch(self, size: int, slot: int) -> None:
         """Begin the pass that was loaded last, over `size` rows; the host does not wait."""
@@ -207,7 +223,7 @@ class DecodePasses:
         host = self._inputs.hosts[self._last]
         host["slots"][:], host["more_slots"][:] = NO_SLOT, NO_SLOT
         host["context_len"][:], host["follows"][:], host["counted"][:] = 1, OWN, NO_ROW
-        self._inputs.send(self._last, self.sizes[-1])
+        self._inputs.send(self._last)
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self.sizes)):
             self._pass(size)  # compiles, and lets libraries allocate what they keep
@@ -238,7 +254,7 @@ class DecodePasses:
         """Logits, and a token per row."""
         inputs = self._inputs.device
         there = {name: each[:size] for name, each in inputs.items()}
-        tables = there["block_tables"]
+        tables = self._tables[:size]
         has_groups = self._limits.num_groups > 1
         longest = self._limits.max_model_len  # a bound: contexts are known on the device only
         batch = Batch(

@@ -59,8 +59,8 @@ class StaticInputs:
         device: torch.device,
         num_hosts: int,
     ) -> None:
-        """shapes: by name, shape and numpy dtype. The last is sent as far as it is used. num_hosts:
-        copies on the host, to be written while others are sent."""
+        """shapes: by name, shape and numpy dtype. num_hosts: copies on the host, to be written
+        while others are sent."""
         models: list[np.ndarray] = [np.empty(shape, kind) for shape, kind in shapes.values()]
         starts, size = _places(models)
         pinned = device.type == "cuda"
@@ -77,13 +77,10 @@ class StaticInputs:
         self.device: dict[str, torch.Tensor] = {
             name: _view(self._device, start, model) for start, name, model in named
         }
-        last = models[-1]
-        self._last_start, self._row_bytes = starts[-1], last.nbytes // len(last)
 
-    def send(self, host: int, num_rows: int) -> None:
-        """Copy everything of `hosts[host]`, and of the last array `num_rows` rows."""
-        size = self._last_start + num_rows * self._row_bytes
-        self._device[:size].copy_(self._hosts[host, :size], non_blocking=True)
+    def send(self, host: int) -> None:
+        """Copy all that is in `hosts[host]`."""
+        self._device.copy_(self._hosts[host], non_blocking=True)
 
 
 def _places(arrays: list[np.ndarray]) -> tuple[list[int], int]:

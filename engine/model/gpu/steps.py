@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvrelay.engine.model.batch import Batch, Guard, Limits
+from kvrelay.engine.model.batch import Batch, Guard, Limits, Table
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device_memory import DeviceMemory
 from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
@@ -82,7 +82,7 @@ class GpuSteps:
     def execute(
         self,
         step: Step,
-        tables: Sequence[np.ndarray] | None = None,
+        tables: Sequence[Table] | None = None,
         masks_of: Masks | None = None,
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Tokens sampled, and outputs of prompts. `tables`: the sequences' block tables, if they
@@ -107,7 +107,7 @@ class GpuSteps:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def launch(
-        self, seqs: list[ScheduledSeq], tables: Sequence[np.ndarray], follows: Sequence[int]
+        self, seqs: list[ScheduledSeq], tables: Sequence[Table], follows: Sequence[int]
     ) -> Callable[[], list[int]]:
         """Begin a pass over decodes whose tokens are drawn on the device, behind the pass before if
         that one still runs. `tables`, `follows`: as of `DecodePasses.load`. What is returned waits
@@ -117,7 +117,7 @@ class GpuSteps:
             return self._passes.begin(seqs, tables, follows)
 
     def _decode(
-        self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
+        self, step: Step, tables: Sequence[Table] | None, masks_of: Masks | None
     ) -> list[Sampled]:
         """One pass, in which draft tokens are verified."""
         passes, seqs = self._passes, undrafted(step.seqs)
@@ -131,9 +131,10 @@ class GpuSteps:
         return [_verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
 
     def _ragged(
-        self, step: Step, tables: Sequence[np.ndarray] | None, masks_of: Masks | None
+        self, step: Step, tables: Sequence[Table] | None, masks_of: Masks | None
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
-        host = Batch.from_step(step, self._limits, torch.device("cpu"), tables)
+        on_host = torch.device("cpu")
+        host = Batch.from_step(step, self._limits, on_host, tables, with_states=False)
         batch = stage(host, self._device)
 
         def sampled_of(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:

@@ -24,6 +24,7 @@ from kvrelay.engine.logs import set_up_rank
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.parallel.link import Broken, Checksums, Companion, Ready
 from kvrelay.engine.model.parallel.ops import Group, RankSetup
+from kvrelay.engine.model.parallel.tables import ReceivedTables, SentStep
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Launch, Step
 
@@ -36,7 +37,7 @@ class _Leader:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()  # one thread sends at a time
-        self.steps: SimpleQueue[Step] = SimpleQueue()
+        self.steps: SimpleQueue[SentStep] = SimpleQueue()
         self.companion: Companion | None = None
 
     def tell(self, message: Any) -> None:
@@ -50,7 +51,7 @@ class _Leader:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 break
-            if isinstance(message, Step):
+            if isinstance(message, SentStep):
                 self.steps.put(message)
             else:
                 assert self.companion is not None, message
@@ -141,8 +142,9 @@ def main() -> None:
 def _run(leader: _Leader, runner: ModelRunner, group: Group) -> None:
     """Raises what puts this rank out of step."""
     launched, companion = _Launched(leader, runner.device), leader.companion
+    tables = ReceivedTables()
     while True:
-        step = leader.steps.get()
+        step = tables.unpack(leader.steps.get())
         group.was_used = False
         try:
             if runner.launch is not None and step.may_be_followed:

@@ -55,6 +55,7 @@ from kvrelay.engine.model.parallel.ops import (
     RankSetup,
 )
 from kvrelay.engine.model.parallel.shard import Shard, check_divides
+from kvrelay.engine.model.parallel.tables import SentTables
 from kvrelay.engine.model.runner import GREEDY, ModelRunner
 from kvrelay.engine.model.sampling.sampler import undrafted
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
@@ -229,6 +230,7 @@ class ParallelRunner:
         self._on_lost: OnLost | None = None
         self._closing = False
         self._lock = threading.Lock()  # guards the three above
+        self._tables = SentTables(engine.block_size)
         self._followers: list[Follower] = []
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-ranks-")
         meeting = Meeting(str(Path(self._folder.name) / "meeting"))
@@ -298,7 +300,7 @@ class ParallelRunner:
         lean = replace(step, seqs=[_lean(seq) for seq in step.seqs])
         self._group.was_used = False
         try:
-            self._send(lean)
+            self._send(self._tables.pack(lean))
             return call(step)
         except Exception as error:
             # Before the first collective all ranks refuse a step for the same reason.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +31,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.region = np.full((BLOCKS, 32), 7, np.uint8)
-        self.slots = Slots(self, self.region, SIZE, 1)
-        self.table = np.arange(BLOCKS)
+        self.slots = Slots(self, self.region, SIZE)
+        self.table: Any = SimpleNamespace(blocks=np.arange(BLOCKS)[np.newaxis])
 
     def keep(self, parts: list[Part]) -> None:
         self.parts += parts
@@ -42,11 +44,11 @@ class World:
             assert outputs == [state(token) for token in part.tokens]
             for at, token in enumerate(part.tokens):
                 place = part.start + at
-                held[part.table[place // SIZE], place % SIZE] = token, before[at]
+                held[part.table.blocks[0, place // SIZE], place % SIZE] = token, before[at]
 
     def seq(self, count: int = 1, prompt: int = 3) -> ScheduledSeq:
         tokens = [*range(self.end, self.end + count)]
-        return scheduled(tokens, self.end, [*self.table], num_prompt_tokens=prompt)
+        return scheduled(tokens, self.end, [*range(BLOCKS)], num_prompt_tokens=prompt)
 
     def compute(self, count: int = 1, more: int = 0, *, fills: bool = True) -> None:
         """A chunk of the prompt, or a decode of which `more` draft tokens are accepted."""
@@ -137,7 +139,7 @@ def test_an_attempt_that_was_computed_again_begins_anew() -> None:
 def test_sequences_that_have_ended_are_forgotten() -> None:
     world = World()
     for number in range(3 * FORGOTTEN_AFTER):
-        seq = scheduled([9], 9, [*world.table], num_prompt_tokens=3, request_id=f"r{number}")
+        seq = scheduled([9], 9, [*range(BLOCKS)], num_prompt_tokens=3, request_id=f"r{number}")
         rows = torch.full((1, 1, 1), state(9))
         world.slots.after([seq], [None], [world.table], rows, fills=False)
     assert len(world.slots._waiting) <= 2 * FORGOTTEN_AFTER

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from kvrelay.engine.model.batch import tables_of
 from kvrelay.engine.model.checkpoint.drafters import read_drafter
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError
@@ -225,7 +226,7 @@ def test_drafts_of_any_lengths_take_as_many_passes_as_the_longest(llama8, tmp_pa
     passes, execute = [], whole.execute
     whole.execute = lambda step, tables: passes.append(step.repeats) or execute(step, tables)
     shares = [talk.next() for talk in several]
-    tables = [np.array(share.block_ids) for share in shares]
+    tables = tables_of(shares, world.runner._limits)
     for lengths in ((7, 2, 4), (7, 7, 7)):
         for share, length in zip(shares, lengths, strict=True):
             share.num_drafts = length

@@ -3,9 +3,11 @@
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 
+from kvrelay.engine.kv.block_table import NO_BLOCK, BlockTable, Part
 from kvrelay.engine.model.batch import Batch, Guard, Limits
 from kvrelay.engine.step import Step
 from tests.engine.model.tiny import scheduled
@@ -20,7 +22,25 @@ PROMPT = [1] * 17
 def check(guard, *seqs):
     """faults, and the tables of the others."""
     faults, invalid, tables = guard.check(Step(0, list(seqs)))
-    return faults | invalid, [table.tolist() for table in tables]
+    good = [seq for index, seq in enumerate(seqs) if index not in faults | invalid]
+    return faults | invalid, [entries(*both) for both in zip(tables, good, strict=True)]
+
+
+def entries(table, seq):
+    """What is read of a table; else -1."""
+    read = np.full((len(table.blocks), -(-seq.end // SIZE)), NO_BLOCK)
+    table.write(read, 0, read.shape[1])
+    return read.T.reshape(-1).tolist()
+
+
+def table_of(entries, limits):
+    """As the KV cache manager makes it: in parts by window."""
+    count, parts = limits.num_groups, []
+    for groups in limits.windows.values():
+        parts.append(Part(groups))
+        rows = range(0, len(entries), count)
+        parts[-1].blocks = [entries[row + group] for row in rows for group in groups]
+    return BlockTable(parts)
 
 
 def test_a_table_that_changes_after_it_was_found_sound_is_found_again():
@@ -108,29 +128,29 @@ def test_in_a_window_a_lost_entry_counts_when_it_is_read():
     assert list(check(guard, scheduled([1], 11, [2, 7, 7]))[0]) == [0]
 
 
+def seen_rows(seq, limits):
+    """Rows that are read, of each group, from the definition."""
+    return [
+        {
+            p // limits.block_size
+            for p in range(seq.end)
+            if not w or p < limits.num_sinks or p > seq.start - w
+        }
+        for w in limits.group_windows or (limits.window,)
+    ]
+
+
 def naive(step, limits):
     """Which sequences must not run, from the definition: by themselves, and beside the others."""
-    size, faulty, visible, written = limits.block_size, set(), {}, {}
-    windows = limits.group_windows or (limits.window,)
-    count = len(windows)
+    size, count, faulty, visible, written = limits.block_size, limits.num_groups, set(), {}, {}
     for index, seq in enumerate(step.seqs):
-        end = -(-(seq.start + len(seq.tokens)) // size) * count
-        seen = [
-            {
-                p // size
-                for p in range(seq.end)
-                if not w or p < limits.num_sinks or p > seq.start - w
-            }
-            for w in windows
-        ]
+        end, seen = -(-seq.end // size) * count, seen_rows(seq, limits)
+        table = [*seq.block_ids]
         read = [i for i in range(end) if i // count in seen[i % count]]
-        table = seq.block_ids
         visible[index] = [table[i] for i in read] if end <= len(table) else [-1]
         written[index] = table[seq.start // size * count : end]
-        rest = [block for block in table[:end] if block != -1]
-        is_outside = any(not 0 <= block < limits.num_blocks for block in rest)
-        is_twice = len(set(visible[index])) < len(visible[index])
-        if -1 in visible[index] or is_outside or is_twice:
+        is_outside = any(not 0 <= block < limits.num_blocks for block in visible[index])
+        if is_outside or len(set(visible[index])) < len(visible[index]):
             faulty.add(index)
     sound = [index for index in visible if index not in faulty]
     meeting = set()
@@ -143,21 +163,28 @@ def naive(step, limits):
 
 @pytest.mark.parametrize("limits", [PLAIN, WINDOWED, GROUPED], ids=["plain", "window", "groups"])
 def test_over_many_steps_it_finds_what_the_definition_does(limits):
+    """Tables are rewritten, lose rows that are no longer read, and are replaced by others."""
     rng = random.Random(3)
     guard, groups = Guard(limits), limits.num_groups
     length, num_blocks = 6 * groups, limits.num_blocks
     pools = [list(range(start, start + length)) for start in range(0, num_blocks, length)]
-    tables, starts = [list(pool) for pool in pools], [0] * len(pools)
-    num_faulty = 0
-    for number in range(600):
+    tables, starts = [table_of(pool, limits) for pool in pools], [0] * len(pools)
+    num_faulty = num_known = 0
+    for number in range(1200):
         for index, pool in enumerate(pools):  # most tables stay as they are
-            if rng.random() < 0.1:
-                tables[index][rng.randrange(length)] = rng.randrange(-2, num_blocks + 1)
-            elif rng.random() < 0.2:
-                tables[index] = list(pool)
+            if rng.random() < 0.05:
+                at = rng.randrange(length)
+                if tables[index][at] != NO_BLOCK:
+                    tables[index][at] = rng.randrange(-2, num_blocks + 1)
+            elif rng.random() < 0.1:
+                tables[index] = table_of(pool, limits)
             starts[index] = max(0, min(23, starts[index] + rng.choice([-1, 0, 1, 1, 1]))) * (
                 rng.random() < 0.95
             )
+            for part, (size, sinks) in enumerate(limits.windows):
+                row = (starts[index] - size + 1) // SIZE
+                if size and row > max(sinks, tables[index].parts[part].first):
+                    tables[index].lose(part, row, sinks)
         chosen = rng.sample(range(4), rng.randint(1, 4))
         seqs = []
         for index in chosen:
@@ -166,15 +193,19 @@ def test_over_many_steps_it_finds_what_the_definition_does(limits):
             seq.request_id = f"r{index}"
             seqs.append(seq)
         step = Step(number, seqs)
+        before = {*guard._known.values()}
         faults, _, found = guard.check(step)
+        num_known += len(before & {*found})
         faulty, meeting = naive(step, limits)
         assert faulty <= set(faults) <= faulty | meeting, number
         num_faulty += bool(faults)
         good = [seq for index, seq in enumerate(seqs) if index not in faults]
         assert naive(Step(number, good), limits) == (set(), set())
         for seq, table in zip(good, found, strict=True):
-            end = -(-(seq.start + len(seq.tokens)) // SIZE) * groups
-            assert table.tolist() == seq.block_ids[:end]
+            seen = seen_rows(seq, limits)
+            whole = enumerate(seq.block_ids[: -(-seq.end // SIZE) * groups])
+            read = [block if i // groups in seen[i % groups] else NO_BLOCK for i, block in whole]
+            assert entries(table, seq) == read
         batch = Batch.from_step(Step(number, good), limits, torch.device("cpu"), found)
         alone = Batch.from_step(Step(number, good), limits, torch.device("cpu"))
         assert torch.equal(batch.slots, alone.slots)
@@ -183,4 +214,28 @@ def test_over_many_steps_it_finds_what_the_definition_does(limits):
         for group in range(groups):
             own = [seq.block_ids[at // SIZE * groups + group] * SIZE + at % SIZE for seq, at in fed]
             assert batch.slots_of(group).tolist() == own
-    assert 50 < num_faulty < 550
+    assert 50 < num_faulty < 1100
+    assert num_known > 500, "most are known, and looked at where they are new"
+    holders = [0] * num_blocks
+    for table in guard._known.values():
+        for block in table.visible(0, table.num_rows).tolist():
+            holders[block] += 1
+    assert guard._holders.tolist() == holders
+
+
+def test_who_had_no_part_in_some_steps_is_known_and_who_has_ended_is_forgotten():
+    guard = Guard(PLAIN)
+    one, other = scheduled([1], 6, table_of([1, 2], PLAIN)), scheduled([1], 6, [3, 4])
+    one.request_id, other.request_id = "one", "other"
+    (known, _) = guard.check(Step(0, [one, other]))[2]
+    for number in range(5):
+        assert guard.check(Step(number, [other]))[0] == {}
+    assert guard.check(Step(6, [one]))[2] == [known]
+    heir = scheduled([1], 6, [5, 2])  # has a block of one that has ended
+    heir.request_id = "heir"
+    assert check(guard, heir) == ({}, [[5, 2]])
+    assert "one" not in guard._known
+    for _ in range(40):
+        guard.check(Step(7, []))
+    assert not guard._known
+    assert not guard._holders.any()

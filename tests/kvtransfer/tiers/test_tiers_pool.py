@@ -15,8 +15,8 @@ from kvrelay.kvtransfer.tiers.pool import (
     Entry,
     LeastFirst,
     TierPool,
-    Usage,
 )
+from kvrelay.kvtransfer.tiers.uses import Usage
 
 NUM_BLOCKS = 6
 NAMES = st.integers(0, 9)

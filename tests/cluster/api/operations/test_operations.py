@@ -15,8 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.listening import PortTaken, bind_socket
 from kvrelay.cluster.api.openai.formats import ChatFormat
-from kvrelay.cluster.api.server import PortTaken, bind_socket, serve_app
+from kvrelay.cluster.api.server import serve_app
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.api.utility import tokens
 from kvrelay.cluster.status import ClusterStatus
