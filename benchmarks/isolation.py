@@ -37,7 +37,7 @@ AFTER = 5  # tokens, from which on it fails
 NAN = {5: float("nan")}
 KINDS = {
     "grammar": {"grammar": "start: /[a-z ]*/\n"},
-    "sampling": {"presence_penalty": 0.1},
+    "sampling": {"logit_bias": {1: 0.1}},
     "NaN logits": {"logit_bias": NAN},
     "step": {},
 }

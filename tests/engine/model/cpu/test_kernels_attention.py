@@ -66,7 +66,15 @@ class Bench:
             scheduled([1] * length, start, [next(order) for _ in range(count)])
             for (length, start), count in zip(SEQUENCES, counts, strict=True)
         ]
-        limits = Limits(sum(counts), block_size, LENGTH, 50, group_windows=spec.windows)
+        self.tables = [[*seq.block_ids] for seq in seqs]
+        limits = Limits(
+            sum(counts),
+            block_size,
+            LENGTH,
+            50,
+            num_sinks=config.num_sinks,
+            group_windows=spec.windows,
+        )
         self.batch = Batch.from_step(Step(0, seqs), limits, torch.device("cpu"))
         heads = (sum(counts), spec.num_layers, spec.num_planes, config.num_kv_heads)
         kv = torch.randn(*heads, block_size, config.head_dim)
@@ -90,12 +98,14 @@ class Bench:
     def give_back(self) -> None:
         """Blocks that no query reads any more leave the tables, and hold what must not be met."""
         size, sinks = self.block_size, self.config.num_sinks
-        for group, window in enumerate(self.config.kv_spec(size, "float32").windows):
+        windows = self.config.kv_spec(size, "float32").windows
+        for group, window in enumerate(windows):
             tables = self.batch.tables_of(group)
             for row, (_, count, context) in enumerate(self.batch.spans):
                 first = context - count - window + 1 if window else 0
                 for block in range(-(-sinks // size), max(first, 0) // size):
-                    self.pool[tables[row, block]] = 0xFF if self.is_fp8 else torch.nan
+                    given = self.tables[row][block * len(windows) + group]
+                    self.pool[given] = 0xFF if self.is_fp8 else torch.nan
                     tables[row, block] = -1
 
     @property
