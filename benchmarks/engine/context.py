@@ -71,21 +71,22 @@ class Bounds(NamedTuple):
 
 
 LINEAR = Bounds(1.5 * 16, 1.5 * 128)  # what is known to grow with the context
+FLAT = Bounds(2.0, 2.0)
 BOUNDS: Mapping[tuple[str, str], Bounds] = {
-    ("step", "dense"): LINEAR,
-    ("step", "6 groups"): LINEAR,
-    ("step", "49 groups"): LINEAR,
-    ("waiting", "dense"): LINEAR,
-    ("waiting", "6 groups"): LINEAR,
-    ("waiting", "49 groups"): LINEAR,
-    ("computing", "dense"): LINEAR,
-    ("computing", "6 groups"): LINEAR,
-    ("computing", "49 groups"): LINEAR,
+    ("step", "dense"): FLAT,
+    ("step", "6 groups"): FLAT,
+    ("step", "49 groups"): FLAT,
+    ("waiting", "dense"): FLAT,
+    ("waiting", "6 groups"): FLAT,
+    ("waiting", "49 groups"): FLAT,
+    ("computing", "dense"): FLAT,
+    ("computing", "6 groups"): FLAT,
+    ("computing", "49 groups"): FLAT,
     ("turn", "dense"): LINEAR,
     ("turn", "6 groups"): LINEAR,
     ("turn", "49 groups"): LINEAR,
-    ("decision", "no marks"): Bounds(2.0, 2.0),
-    ("decision", "marks at the end"): Bounds(2.0, 2.0),
+    ("decision", "no marks"): FLAT,
+    ("decision", "marks at the end"): FLAT,
     ("decision", "marks half way"): Bounds(5.0, 30.0),
 }
 
