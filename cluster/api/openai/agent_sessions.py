@@ -1,8 +1,8 @@
-"""Which conversation a call of an agent is a turn of, by what agents send of themselves.
+"""Which session a request of a coding agent is a turn of, by the agent's own header.
 
-Claude Code, OpenCode and Codex name theirs in a header. What they ask beside it under that name has
-no tools (a title, a summary), and is no turn; an agent that another one has begun has, and is told
-apart by the router, as its conversation begins otherwise.
+Claude Code, OpenCode and Codex send the name of their session in a header. Requests without tools
+(titles, summaries) are not turns of it. Requests of subagents come under the same name: the router
+tells them apart by how their prompts begin.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 def with_session(plan: Plan, request: Any, headers: Mapping[str, str], names: str) -> Plan:
     """`names`: of the headers that count, the first that is there; "auto": those of `KNOWN`."""
     names = KNOWN if names == "auto" else names
-    first = plan.choices[0]
-    if first.session is not None or not getattr(request, "tools", None):
+    first, last = plan.choices[0], plan.choices[-1]
+    has_several_prompts = last.prompt != first.prompt
+    if first.session is not None or has_several_prompts or not getattr(request, "tools", None):
         return plan
     given = next((headers[name] for name in names.split() if name in headers), "")
     if not _NAME.fullmatch(given):

@@ -139,6 +139,15 @@ def test_agents_name_their_session_in_a_header(
         assert asked("4c987ec8-b7e1", prompt_cache_key="own") == ("own", False)
 
 
+def test_several_chats_of_one_call_are_no_turns_of_an_agent(served: Served) -> None:
+    body = {"model": MODEL, "messages": [ASK, ASK], "tools": [TOOL]}
+    with httpx.Client(base_url=served.url, timeout=30) as client:
+        path = "/v1/chat/completions/batch"
+        answer = client.post(path, json=body, headers={"session-id": "a"})
+    assert answer.status_code == 200, answer.text
+    assert [submit.session for submit in served.router.submits] == [None, None]
+
+
 def test_without_names_of_headers_there_are_no_sessions_by_them(tokenizer: Tokenizer) -> None:
     with serve(tokenizer, ApiSettings(session_headers="")) as served:
         with httpx.Client(base_url=served.url, timeout=30) as client:
