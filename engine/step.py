@@ -28,8 +28,8 @@ class ScheduledSeq:
     tokens: list[int]  # computed in this step
     start: int  # position of tokens[0]; KV of [0, start) is in the blocks already
     # Block table; covers at least start + len(tokens) positions. -1: a block outside the windows
-    # of all layers, which is not read again. A `BlockTable` may meanwhile grow, and lose rows that
-    # no later position reads.
+    # of all layers, which is not read again. Where it is a `BlockTable`, the scheduler may append
+    # rows, and free rows that no later position reads, while the step runs.
     block_ids: Sequence[int]
     sample: bool  # True: `tokens` reaches the end of the sequence, sample its next token
     sampling: SamplingParams

@@ -51,7 +51,7 @@ class Submit(RequestSpec):
     timeout_s: float
     _: KW_ONLY
     session: str | None = None  # name of the session it is a turn of, unique within `tenant`
-    has_branches: bool = False  # conversations of that name are told apart by how they begin
+    has_branches: bool = False  # subagents use the same name: their prompts begin otherwise
     tenant: str = ""
     share: TenantShare = TenantShare()
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do

@@ -43,8 +43,8 @@ LEAST_GAIN, MIN_GAIN = 1.1, 1.5
 ROUNDS = 2  # in which a plan is made for the yield of the one before
 MAX_SLOWDOWN = 1.5  # a pass may take so long with drafts, where other sequences wait
 TOKEN_BYTES = 4  # a token has in what is searched
-# Passes of one sequence without the drafter, after which what it would go on from is made no more;
-# of several, as many fewer: to make it takes the more of a pass, the more sequences there are.
+# After so many passes without a request to the drafter, its slots are not written any more. Divided
+# by the number of sequences, since the cost of slots grows with it.
 SLOTS_FOR = 128
 NOT_MEASURED = DraftCosts()
 

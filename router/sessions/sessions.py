@@ -298,10 +298,10 @@ class Sessions:
         return self._pending.describe()
 
     def named(self, submit: Submit) -> Submit:
-        """With the session that it is a turn of. An agent has one name for all its conversations,
-        its own and those of agents that it has begun: each is told by how it begins. The first
-        one has the name as it is, the next ones NAME~2 and so on; of the most that there may be the
-        one that was touched longest ago makes room."""
+        """With the session that it is a turn of. A coding agent and its subagents send one name:
+        their conversations are told apart by how their prompts begin. The first one gets the name,
+        the next ones NAME~2 and so on; beyond MAX_BRANCHES the least recently used one is evicted.
+        """
         name = submit.session
         if name is None or not submit.has_branches:
             return submit

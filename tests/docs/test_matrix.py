@@ -235,7 +235,7 @@ def of_model_changes(no: No) -> str:
 def said(
     capability: Capability, no: No, make: Make, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> str:
-    """What a user is told who asks for it where it is not."""
+    """Asks for the capability where it is not supported, and returns the error or notice."""
     found = "kvrelay.cluster.prepare.resolve_model"
     monkeypatch.setattr(found, lambda name, *_, **__: Path(name))  # which would want a tokenizer
     if capability in DRAFTERS:

@@ -71,6 +71,14 @@ def why(watch: Watch, request_id: str, numbers: str, num_cached: int = 0) -> Why
     return watch.explain(ended, 2.0, num_cached)
 
 
+def assert_evicted(watch: Watch, place: str) -> None:
+    """The block of the second prompt was lost there."""
+    found = why(watch, "second", "0")
+    assert found.computed == {"evicted": SIZE, "new": 1}
+    assert found.loss is not None
+    assert found.loss.place == place
+
+
 def test_each_token_that_was_computed_has_its_fate() -> None:
     watch = Watch(SIZE)
     sent(watch, 1.0, "first", "01234")
@@ -118,10 +126,7 @@ def test_a_block_is_held_until_its_last_tier_has_lost_it() -> None:
     lost = TierHashes(Tier.HOST, (), names("0"))
     watch.on_send(4.0, KVEvents("decode-0", 1, 3, (), (), (lost,)))
     sent(watch, 5.0, "second", "0")
-    found = why(watch, "second", "0")
-    assert found.computed == {"evicted": SIZE, "new": 1}
-    assert found.loss is not None
-    assert found.loss.place == "decode host"
+    assert_evicted(watch, "decode host")
 
 
 def test_a_worker_that_has_died_holds_nothing() -> None:
@@ -130,10 +135,7 @@ def test_a_worker_that_has_died_holds_nothing() -> None:
     sent(watch, 1.5, "first", "0")
     watch.on_send(2.0, events("decode-0", 1, "1", epoch=2))
     sent(watch, 3.0, "second", "0")
-    found = why(watch, "second", "0")
-    assert found.computed == {"evicted": SIZE, "new": 1}
-    assert found.loss is not None
-    assert found.loss.place == "decode died"
+    assert_evicted(watch, "decode died")
 
 
 def test_phases_sum_to_the_time_and_fates_to_what_was_computed() -> None:

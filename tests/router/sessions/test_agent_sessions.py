@@ -59,8 +59,9 @@ def test_a_name_that_a_client_gives_is_one_conversation(agent: SessionScript) ->
 
 def test_after_a_restart_it_is_known_by_what_it_began_with(agent: SessionScript) -> None:
     tokens = agent.turn("a", asked(1), has_branches=True)
-    record = agent.router.sessions.table.find("", "a").record(agent.now)  # type: ignore[union-attr]
-    again = SessionScript("decode-0", records=[record])
+    session = agent.router.sessions.table.find("", "a")
+    assert session is not None
+    again = SessionScript("decode-0", records=[session.record(agent.now)])
     again.turn("a", [*tokens, 5], has_branches=True)
     again.turn("a", [9] * 150, has_branches=True)
     assert again.names() == ["a", "a~2"]
