@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from kvrelay.cluster.cli.main import main as main_command
 from kvrelay.router.messages import Output
 from tests.agents.agents import COMMAND, answer_to
 
+FOLDER, HOW = "KVRELAY_SCRIPT_FOLDER", "KVRELAY_SCRIPT_HOW"
 BUSY_FROM, KILL_AT = 50, 200  # tokens of the answer; what works in between is what writes it
 
 
@@ -58,18 +60,25 @@ class WatchedChoice(generation.Choice):
         return piece
 
 
-def main() -> None:
-    folder, kills = Path(sys.argv.pop(1)).resolve(), sys.argv.pop(1) == "kill"
+def use_script() -> None:
+    """In the process of a router."""
+    folder, kills = Path(os.environ[FOLDER]), os.environ[HOW] == "kill"
     killer = WatchedChoice.killer = Killer()
 
     async def scripted(ctx: ApiContext, request: ChatRequest, reading: Reading) -> str:
         answer = answer_to(request, reading.given, folder)
         if kills and json.dumps(COMMAND) in answer:
             killer.arm(ctx)
-        return await ctx.constraints.check(lambda: f"start: {json.dumps(answer)}")
+        return await ctx.constraints.check(partial(str, f"start: {json.dumps(answer)}"))
 
     plan.constrain_chat = scripted  # type: ignore[attr-defined]
     generation.Choice = WatchedChoice  # type: ignore[misc]
+
+
+def main() -> None:
+    os.environ[FOLDER], os.environ[HOW] = str(Path(sys.argv.pop(1)).resolve()), sys.argv.pop(1)
+    site = Path(__file__).parent / "site"
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(site), str(site.parents[2])))
     main_command()
 
 

@@ -29,7 +29,7 @@ from tests.support.local import ROUTER, Completion, LocalCluster
 DEADLINE_S = 60.0
 GREEDY = SamplingParams(max_tokens=300, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=300, temperature=0.9, top_p=0.9, seed=11)
-EDITED = replace(SEEDED, max_tokens=100)  # no drafts and no bursts: it takes longer
+EDITED = replace(SEEDED, max_tokens=100)
 KINDS = {
     "greedy": GREEDY,
     "seeded": SEEDED,
@@ -146,6 +146,7 @@ def test_answers_are_the_same_however_often_their_requests_move(
     model_dir: Path,
     answers_at_rest: Callable[[str], list[Completion]],
     at_once: None,
+    unhurried: None,
     case: str,
     prefill: int,
 ) -> None:
