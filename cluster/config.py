@@ -145,7 +145,8 @@ class ApiSection(Section, frozen=True):
     # pages from where may call, in a browser: "*", or "https://A https://B"; "": none
     cors_origins: Annotated[str, matching(r"[^,]*", "* or origins with spaces between them")] = ""
     # in which agents name their conversation, a session: "auto" knows Claude Code, OpenCode and
-    # Codex; "": none; or names of headers, of which the first that is there counts
+    # Codex, and Qwen Code, which sends no name; "": none; or names of headers, of which the first
+    # that is there counts
     session_headers: Annotated[
         str,
         matching("[A-Za-z0-9-]*( [A-Za-z0-9-]+)*", "auto, or names of headers with spaces between"),

@@ -99,6 +99,7 @@ class Session:
     due_at: float | None = None  # in its entry in the table's heap; None: it has none
     opening: tuple[int, ...] = ()  # prompt of its first turn, until that has ended
     num_opening: int = 0  # tokens of that; 0: another router has seen it, or an earlier one
+    num_prompt: int = 0  # tokens of the last turn's prompt that ended; 0: as with `num_opening`
     _hashes: dict[Kind, bytes] = field(default_factory=dict)
 
     @property
@@ -162,6 +163,17 @@ class Session:
         end = self.num_opening - TAIL if self.num_opening else self.num_tokens // 2
         if end <= 0:
             return not self.tokens and tuple(prompt) == self.opening
+        return self._begins_as(prompt, end)
+
+    def num_continued(self, prompt: Sequence[int]) -> int:
+        """How many of its tokens `prompt` goes on from, so far as some places tell: all, or the
+        last turn's prompt where its answer has come back otherwise; else 0. O(1)."""
+        for end in (self.num_tokens - 1, self.num_prompt - TAIL):
+            if end > 0 and self.num_prompt < len(prompt) and self._begins_as(prompt, end):
+                return end
+        return 0
+
+    def _begins_as(self, prompt: Sequence[int], end: int) -> bool:
         if end > len(prompt):
             return False
         for number in range(1, NUM_PROBES + 1):

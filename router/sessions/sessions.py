@@ -246,6 +246,19 @@ EARLY_S = 0.001  # a wake-up may come this much too early
 PIN_AFTER_S = 1.0  # after a worker has started
 
 
+def _continued(known: list[Session], submit: Submit) -> Session | None:
+    """Which of the sessions by one name `submit` goes on with. Where agents cannot be told apart by
+    how they begin, a turn under way is another one's."""
+    if same := [each for each in known if submit.request_id in each.live]:
+        return same[0]
+    if submit.has_twins:
+        found = [(each.num_continued(submit.tokens), each) for each in known if not each.live]
+        longest = max(found, key=lambda each: each[0], default=(0, None))
+        return longest[1] if longest[0] else None
+    same = [each for each in known if each.is_continued_by(submit.tokens)]
+    return max(same, key=lambda each: each.touched_at, default=None)
+
+
 class Sessions:
     """Owned by the router, which calls it after its own requests have moved on, and then takes its
     effects. Invariant: a command is answered once; one that waits has a deadline; while anything
@@ -308,9 +321,8 @@ class Sessions:
         names = [name, *(f"{name}~{number}" for number in range(2, MAX_BRANCHES + 1))]
         found = [(each, self.table.find(submit.tenant, each)) for each in names]
         known = [session for _, session in found if session is not None]
-        same = [each for each in known if each.is_continued_by(submit.tokens)]
-        if same:
-            return replace(submit, session=max(same, key=lambda each: each.touched_at).name)
+        if (session := _continued(known, submit)) is not None:
+            return replace(submit, session=session.name)
         free = next((each for each, session in found if session is None), None)
         if free is None:
             idle = [session for session in known if not (session.live or session.pinned)]
@@ -349,6 +361,7 @@ class Sessions:
             session.retention = submit.retention or self._config.retention
             session.used_at = now
             session.num_turns += 1
+            session.num_prompt = len(submit.tokens)
             self.table.set_tokens(session, array("I", record.tokens).tobytes())
             if attempt is not None:
                 info = attempt.decode.info

@@ -84,7 +84,6 @@ class Agent:
     endpoint: str  # the one that it uses
     prepare: Callable[[Path, str], Mapping[str, str]]
     arguments: tuple[str, ...]
-    names_sessions: bool = True
 
 
 def _claude(home: Path, url: str) -> Mapping[str, str]:
@@ -152,6 +151,6 @@ AGENTS = (
     Agent("opencode", "opencode", "/v1/chat/completions", _opencode, ("run", TASK)),
     Agent(
         "Qwen Code", "qwen", "/v1/chat/completions", _qwen,
-        ("--auth-type", "openai", "--yolo", "-p", TASK), names_sessions=False,
+        ("--auth-type", "openai", "--yolo", "-p", TASK),
     ),
 )  # fmt: skip

@@ -291,6 +291,7 @@ class Generation:
                 timeout_s=max(0.0, self._deadline - now),
                 session=plan.session,
                 has_branches=self.plan.has_branches,
+                has_twins=self.plan.has_twins,
                 tenant=self.plan.tenant.name,
                 share=self.plan.tenant.share,
                 call=self.plan.call,

@@ -48,6 +48,7 @@ class Plan:
     shows_special: bool = False  # special tokens are part of texts
     tells_ids: bool = False  # log-probabilities go with token ids: those of what ended it too
     has_branches: bool = False  # the session is as `Submit.has_branches` says
+    has_twins: bool = False  # as `Submit.has_twins` says
     call: bytes = b""  # names the call; the same when it is repeated
     weights: str = ""  # version that it is pinned to
 

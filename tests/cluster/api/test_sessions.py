@@ -139,6 +139,27 @@ def test_agents_name_their_session_in_a_header(
         assert asked("4c987ec8-b7e1", prompt_cache_key="own") == ("own", False)
 
 
+def test_qwen_code_has_a_session_by_what_it_begins_with(served: Served) -> None:
+    about = [{"role": "user", "content": "today is"}, {"role": "assistant", "content": "Got it."}]
+    more = [{"role": "assistant", "content": "no"}, {"role": "user", "content": "on"}]
+
+    def asked(messages: list[dict[str, str]], agent: str = "QwenCode/0.15.10 (linux; x64)") -> Any:
+        body = {"model": MODEL, "max_tokens": 1, "tools": [TOOL], "messages": messages}
+        with httpx.Client(base_url=served.url, timeout=30) as client:
+            answer = client.post("/v1/chat/completions", json=body, headers={"user-agent": agent})
+        assert answer.status_code == 200, answer.text
+        submit = served.router.submits[-1]
+        return submit.session, submit.has_branches, submit.has_twins
+
+    name, *flags = asked([*about, {"role": "user", "content": "hi"}])
+    assert name.startswith("qwen-code-")
+    assert flags == [True, True]
+    assert asked([*about, {"role": "user", "content": "hi"}, *more]) == (name, True, True)
+    assert asked([*about, {"role": "user", "content": "ho"}])[0] != name
+    assert asked(about) == (None, False, False)
+    assert asked([*about, {"role": "user", "content": "hi"}], "curl/8") == (None, False, False)
+
+
 def test_several_chats_of_one_call_are_no_turns_of_an_agent(served: Served) -> None:
     body = {"model": MODEL, "messages": [ASK, ASK], "tools": [TOOL]}
     with httpx.Client(base_url=served.url, timeout=30) as client:

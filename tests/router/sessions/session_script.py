@@ -91,7 +91,7 @@ class SessionScript(Outbox):
         scope: CacheScope = UNSALTED,
         retention: Retention | None = None,
         share: TenantShare = TenantShare(),
-        has_branches: bool = False,
+        **more: Any,
     ) -> str:
         """Submit a turn; returns the id of its request."""
         request_id = f"r{next(self._ids)}"
@@ -108,7 +108,7 @@ class SessionScript(Outbox):
                 session=session,
                 tenant=tenant,
                 share=share,
-                has_branches=has_branches,
+                **more,
             )
         )
         return request_id

@@ -86,3 +86,35 @@ def test_where_all_are_in_use_one_more_is_of_no_session(agent: SessionScript) ->
     request_id = agent.begin("a", asked(99), has_branches=True)
     assert agent.router._requests.live[request_id].submit.session is None
     assert len(agent.names()) == MAX_BRANCHES
+
+
+NAMELESS = {"has_branches": True, "has_twins": True}
+
+
+def test_agents_without_names_that_begin_alike_have_a_session_each(agent: SessionScript) -> None:
+    one = agent.turn("q", asked(1), **NAMELESS)
+    other = agent.turn("q", asked(1), **NAMELESS)
+    assert agent.names() == ["q", "q~2"]
+    one = agent.turn("q", [*one, 5, 6], **NAMELESS)
+    other = agent.turn("q", [*other, 5, 7], **NAMELESS)
+    assert agent.names() == ["q", "q~2"]
+    assert [agent.show(name).num_turns for name in ("q", "q~2")] == [2, 2]
+    for tokens, name in ((one, "q"), (other, "q~2")):
+        before = agent.show(name).num_turns
+        agent.turn("q", [*tokens, 8], **NAMELESS)
+        assert agent.show(name).num_turns == before + 1
+
+
+def test_an_agent_without_a_name_goes_on_though_its_answer_comes_back_otherwise(
+    agent: SessionScript,
+) -> None:
+    agent.turn("q", asked(1), **NAMELESS)
+    agent.turn("q", [*asked(1)[:-TAIL], 8, 8, 8, *range(40)], **NAMELESS)
+    assert agent.names() == ["q"]
+
+
+def test_a_turn_under_way_is_another_agents(agent: SessionScript) -> None:
+    agent.begin("q", asked(1), **NAMELESS)
+    request_id = agent.begin("q", asked(1), **NAMELESS)
+    agent.tell(agent.router._requests.live[request_id].submit)
+    assert agent.names() == ["q", "q~2"]
