@@ -58,6 +58,7 @@ from kvrelay.worker.transfers import (
     RankFacts,
     RemoveKV,
     Transfers,
+    has_own_cores,
     open_transfers,
 )
 
@@ -201,7 +202,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
             deliver,
             spec.worker,
             join_ranks=ranks.join if ranks else None,
-            shares_cores=spec.num_peers > 0 and not on_gpu,
+            shares_cores=spec.num_peers > 0 and not has_own_cores(spec),
         )
 
     lost, worker = parallel.when_lost if parallel else None, make_worker(config, records)

@@ -7,6 +7,7 @@ own heads of the same blocks, and says when it is done.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -251,6 +252,13 @@ def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
     return NixlAgent(name, pool, host=host, share=share)
 
 
+def has_own_cores(spec: WorkerSpec) -> bool:
+    """Whether its steps take nothing from other workers of its machine, and those nothing from it:
+    on a GPU, or where there is a core for each thread that all of them may have."""
+    threads = spec.engine.threads * (spec.num_peers + 1)
+    return spec.on_gpu or 0 < threads <= len(os.sched_getaffinity(0))
+
+
 def worker_config(
     spec: WorkerSpec, plan: KVPlan, max_model_len: int, model_digest: bytes
 ) -> WorkerConfig:
@@ -281,7 +289,7 @@ def worker_config(
         disk_after_s=spec.tiers.disk_after_s,
         num_object_blocks=spec.tiers.object_blocks if spec.tiers.object_bucket else 0,
         object_after_s=spec.tiers.object_after_s,
-        cores="" if spec.on_gpu else spec.machine,
+        cores="" if has_own_cores(spec) else spec.machine,
         loads=not refusal_of(Capability.ADAPTERS, engine_traits(spec.engine, on_gpu=spec.on_gpu)),
         left_reads_s=spec.left_reads_s,
         reads_left_kv=spec.num_peers > 0 and bool(spec.tiers.host_gib),

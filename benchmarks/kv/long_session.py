@@ -1,12 +1,15 @@
 """What a worker's death costs the stream of a long session, and the others' streams.
 
     python -m benchmarks.kv.long_session [--tokens 100000] [--left 40000] [--streams 8] [--rounds 3]
+        [--deaths 1] [--length 3000]
 
 One `kvrelay serve` of a small random model with a long context, two decode workers and host memory
 that outlives them. Sessions are computed until the workers have `--left` blocks each, one of them
 with `--tokens` tokens. Then that one and others stream, and its worker is killed. Printed: how long
 the session is silent, how much of it is computed again, and the time between tokens of the
-streams that were on the other worker, for 3 s before the kill and for 3 s after it.
+streams that were on the other worker, for 3 s before the kill and for 3 s after it. With
+`--deaths 2` the worker that has taken the session over dies 3 s after the first. Its answer must be
+the one that an undisturbed run has given.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ def main() -> None:
     parser.add_argument("--left", type=int, default=40_000)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--deaths", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--length", type=int, default=3000, help="Tokens of the answer.")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", context=CONTEXT)
@@ -77,30 +82,39 @@ async def one_round(url: str, args: argparse.Namespace, number: int) -> None:
         victim = (await explained(own, begun.request_id))["attempts"][-1]["decode"]
         while min(await held(own)) < args.left:
             await asyncio.gather(*(ask(prompt_of(rng, OTHER), 1) for _ in range(8)))
-        long = asyncio.create_task(ask(session, 1500))
+        reference = await ask(session, args.length)
+        long = asyncio.create_task(ask(session, args.length))
         others = [
             asyncio.create_task(ask(prompt_of(rng, 100), 3000)) for _ in range(2 * args.streams)
         ]
         await asyncio.sleep(2.0 + SECONDS)
         kill_at = client.now()
         os.kill((await worker(own, victim))["pid"], signal.SIGKILL)
+        if args.deaths == 2:
+            await asyncio.sleep(SECONDS)
+            assert not long.done(), "the session has ended before the second death"
+            second = next(name for name in await names(own) if name != victim)
+            os.kill((await worker(own, second))["pid"], signal.SIGKILL)
         timings = await asyncio.gather(*others)
         timing = await long
+        assert timing.text == reference.text, "the answer is another one than undisturbed"
         stayed = [each for each in timings if await attempts(own, each) == 1]
         before = gaps(stayed, kill_at - SECONDS, kill_at)
         after = gaps(stayed, kill_at, kill_at + SECONDS)
         ratio = (percentile(after, 99) or 0.0) / (percentile(before, 99) or 1.0)
         print(
-            f"session of {args.tokens:,} tokens: silent for {max(timing.gaps_s):.3f} s,"
+            f"session of {args.tokens:,} tokens: silent for {max(timing.gaps_s):.3f} s, the same"
+            f" answer,"
             f" {await recomputed(own, timing):,} computed again; {len(stayed)} streams of the other"
             f" worker: ITL p99 {shown(before, 99)} before, {shown(after, 99)} after ({ratio:.2f}),"
             f" longest {shown(before, 100)}, {shown(after, 100)}",
             flush=True,
         )
         deadline = time.monotonic() + 120.0
-        while (await worker(own, victim))["state"] != "up":
-            assert time.monotonic() < deadline, f"{victim} is not back"
-            await asyncio.sleep(0.2)
+        for name in await names(own):
+            while (await worker(own, name))["state"] != "up":
+                assert time.monotonic() < deadline, f"{name} is not back"
+                await asyncio.sleep(0.2)
 
 
 def gaps(timings: list[RequestTiming], since: float, until: float) -> list[float]:
@@ -138,6 +152,10 @@ async def attempts(own: httpx.AsyncClient, timing: RequestTiming) -> int:
 async def recomputed(own: httpx.AsyncClient, timing: RequestTiming) -> int:
     """Tokens that were computed a second time."""
     return int(sum((await explained(own, timing.request_id))["recomputed_tokens"].values()))
+
+
+async def names(http: httpx.AsyncClient) -> list[str]:
+    return [each["worker"] for each in (await http.get("/status")).json()["workers"]]
 
 
 async def worker(http: httpx.AsyncClient, name: str) -> dict[str, Any]:
