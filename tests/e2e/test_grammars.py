@@ -61,7 +61,7 @@ def test_the_same_objects_by_one_worker_two_pools_and_under_preemption(
         "without drafts": (0, EngineSection(num_speculative_tokens=0)),
         "one pool": (0, EngineSection()),
         "two pools": (1, EngineSection(max_num_batched_tokens=32)),
-        "preempted": (0, EngineSection(num_blocks=64, block_size=4, max_model_len=256)),
+        "preempted": (0, EngineSection(num_blocks=48, block_size=4, max_model_len=192)),
     }
     answers = {}
     for name, (prefill, engine) in ways.items():
