@@ -218,13 +218,14 @@ class TierBlocks:
 
     def use(self, now: float, names: Sequence[bytes], retention: Retention) -> None:
         """A request that covers these blocks, of all groups, in order, begins or ends. Where layers
-        attend to windows, their blocks come to rows of a run at any time, and are looked for."""
-        count, num_rows = len(self._groups), len(names) // len(self._groups)
+        attend to windows, their blocks come to rows of a run at any time (`Run.late`)."""
+        num_rows = len(names) // len(self._groups)
         self._recency += len(names)  # the beginning has the most, and is forgotten last
         use = _Use(now, self._recency, retention, [])
         wanted: list[_Wanted] = []
         new: list[Run] = []
         row, run = 0, None
+        self.runs.place_late()
         while row < num_rows:
             known = self.runs.find(names, row, num_rows)
             if known is None:
@@ -234,12 +235,11 @@ class TierBlocks:
                 continue
             run, end = None, row + len(known.names)
             self._use_run(use, known, row, wanted)
-            if len(self._offered) < count:
-                look_up = self.usages.get
-                for index in range(row * count, end * count):
-                    if (usage := look_up(names[index])) is not None and usage.run is None:
-                        self._use_one(use, usage, index)
-                        known.add(usage, index)
+            for name, index in known.late.items():
+                if (usage := self.usages.get(name)) is not None and usage.run is None:
+                    self._use_one(use, usage, index)
+                    known.add(usage, index)
+            known.late.clear()
             row = end
         for _, usage in sorted(use.looked_at, key=itemgetter(0), reverse=True):
             until = self._look(now, usage)
@@ -514,4 +514,5 @@ class TierBlocks:
             is_low=retention.is_low,
         )
         self.usages[block_hash] = usage
+        self.runs.come(usage)
         return usage

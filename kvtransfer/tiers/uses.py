@@ -14,8 +14,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from kvrelay.engine.kv.block_hash import group_hash
 from kvrelay.engine.kv.tier import Retention
+
+MAX_PLACED = 1024  # blocks whose runs are looked for in a use
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,7 @@ class Run:
     missing: dict[bytes, int] = field(default_factory=dict)  # their entries in the prefix
     fresh: dict[Usage, None] = field(default_factory=dict)  # no second request has used these
     again: dict[Usage, None] = field(default_factory=dict)  # tiers lack what they had of these
+    late: dict[bytes, int] = field(default_factory=dict)  # no members yet: entries in the prefix
 
     @property
     def end(self) -> int:
@@ -113,11 +118,33 @@ class Runs:
         self._by_first: dict[bytes, Run] = {}
         self._count = num_groups
         self._offered = frozenset(offered)
+        self._has_windows = len(self._offered) < num_groups
+        self._by_row: dict[bytes, Run] = {}  # with windows, by each of its names
+        self._came: dict[bytes, None] = {}  # since, with windows: they may belong to a run
 
     def keep(self, run: Run) -> None:
         """It has all its rows now."""
         if run.members:
             self._by_first[run.names[0]] = run
+            if self._has_windows and self._by_row.get(run.names[-1]) is not run:
+                self._by_row.update(dict.fromkeys(run.names, run))
+
+    def come(self, usage: Usage) -> None:
+        """It is below the device from now on, in no run. Those without a window are `missing`
+        where a run has their row; the others are looked for, once each."""
+        if self._has_windows and self._by_row:
+            self._came[usage.block_hash] = None
+
+    def place_late(self) -> None:
+        """Find the runs of what has come, but for so much that it may wait for a later use."""
+        for name in [*islice(self._came, MAX_PLACED)]:
+            del self._came[name]
+            for group in range(self._count):
+                first = group_hash(name, group)  # changes a name back, too
+                if (run := self._by_row.get(first)) is not None:
+                    row = run.first + run.names.index(first)
+                    run.late[name] = row * self._count + group
+                    break
 
     def find(self, names: Sequence[bytes], row: int, end: int) -> Run | None:
         """The run that begins with this row, up to where a prefix of these names and `end` rows
@@ -140,6 +167,7 @@ class Runs:
         """It is nowhere below the device any more."""
         run = usage.run
         if run is None:
+            self._came.pop(usage.block_hash, None)
             return
         usage.run = None
         del run.members[usage.block_hash]
@@ -148,7 +176,7 @@ class Runs:
         if usage.index % self._count in self._offered:
             run.missing[usage.block_hash] = usage.index
         if not run.members:
-            self._by_first.pop(run.names[0], None)
+            self._drop(run)
 
     def check_integrity(self, usages: dict[bytes, Usage]) -> None:
         """Assert the invariants. Cost: O(number of blocks)."""
@@ -162,6 +190,8 @@ class Runs:
                 assert run.first <= usage.index // self._count < run.end
             for usage in (*run.fresh, *run.again):
                 assert usage.block_hash in run.members
+            if self._has_windows:
+                assert all(self._by_row[name] is run for name in run.names)
             assert set(run.fresh) == {u for u in run.members.values() if not u.settled().is_reused}
 
     def _divide(self, run: Run, num_rows: int) -> None:
@@ -180,6 +210,19 @@ class Runs:
                     others[usage] = of.pop(usage)
         for name in [name for name, index in run.missing.items() if index >= at]:
             tail.missing[name] = run.missing.pop(name)
+        for name in [name for name, index in run.late.items() if index >= at]:
+            tail.late[name] = run.late.pop(name)
         self.keep(tail)
+        if not tail.members:
+            self._forget_rows(tail)
         if not run.members:
-            del self._by_first[run.names[0]]
+            self._drop(run)
+
+    def _drop(self, run: Run) -> None:
+        """Its last block has gone."""
+        if self._by_first.pop(run.names[0], None) is not None:
+            self._forget_rows(run)
+
+    def _forget_rows(self, run: Run) -> None:
+        for name in run.names if self._has_windows else ():
+            self._by_row.pop(name, None)

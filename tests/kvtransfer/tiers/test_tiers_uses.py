@@ -166,9 +166,9 @@ class CountingUsages(dict[bytes, Usage]):
         return super().get(name, default)
 
 
-def looked_at(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """By ten turns of a session that is so long, each of which adds a block."""
-    below = Below()
+def looked_at(num_rows: int, sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """By ten turns of a session that is so long, each of which adds a row."""
+    below = Below(sizes)
     counting = below.blocks.usages = CountingUsages()
     settled = Usage.settled
 
@@ -178,7 +178,7 @@ def looked_at(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
     path = list(range(num_rows))
     for turn in range(13):
-        names = chain(path + [7] * turn)
+        names = chain(path + [7] * turn, len(sizes))
         below.blocks.use(2.0 * turn, names, KEEP)
         below.seal(names)
         below.blocks.use(2.0 * turn + 1, names, KEEP)
@@ -190,9 +190,12 @@ def looked_at(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return counting.num_looked_at
 
 
-def test_a_turn_looks_at_its_new_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    short, long = looked_at(50, monkeypatch), looked_at(2000, monkeypatch)
-    assert short == long <= 10 * 12
+@pytest.mark.parametrize("sizes", [(0,), (0, 8, 0)])
+def test_a_turn_looks_at_its_new_blocks(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = looked_at(50, sizes, monkeypatch), looked_at(2000, sizes, monkeypatch)
+    assert short == long <= 10 * 12 * len(sizes)
 
 
 def test_sessions_that_part_divide_what_they_share() -> None:
