@@ -25,7 +25,7 @@ from pydantic import (
 
 from kvrelay.cluster.api.constraints.grammar import KINDS
 from kvrelay.cluster.api.errors import ApiError, invalid
-from kvrelay.cluster.api.openai.tools import ToolCall, ToolChoice, Tools
+from kvrelay.cluster.api.openai.tools import AllowedTools, ToolCall, ToolChoice, Tools
 from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
 from kvrelay.engine.request import NUMBERS, SamplingParams
 from kvrelay.router.config import MAX_PRIORITY
@@ -432,8 +432,11 @@ class ChatRequest(GenerationRequest):
             raise ValueError(f"'tools': two tools are called {twice!r}")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("'tool_choice' is only allowed where there are 'tools'")
-        if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
-            raise ValueError(f"'tool_choice': there is no tool {self.tool_choice[0]!r:.60}")
+        wanted = self.tool_choice
+        wanted = wanted.names if isinstance(wanted, AllowedTools) else wanted
+        wanted = () if wanted is None or isinstance(wanted, str) else wanted
+        if unknown := sorted(set(wanted).difference(names)):
+            raise ValueError(f"'tool_choice': there is no tool {unknown[0]!r:.60}")
         if self.modalities not in (None, [], ["text"]):
             raise ValueError(
                 f"'modalities': {self.modalities!r:.60} is not supported, use ['text']"
