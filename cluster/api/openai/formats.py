@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.output.dialect import Reading
 
 COMMENT = b": alive\n\n"  # a server-sent event that clients skip
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _ENTRIES_AT_ONCE = 256  # log-probabilities of a prompt, encoded in one go
 
 
@@ -327,7 +327,7 @@ def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class _WithLogprobs(Format):
     """Its answers may have log-probabilities, encoded as their tokens come."""
 
-    done = _DONE
+    done = DONE
     _answer: _Answer
 
     def __init__(self, plan: Plan) -> None:

@@ -104,6 +104,7 @@ MAX_CHOICES = 128
 MAX_SESSION_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORDS = 128
+MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 5  # a prompt may have 100,000 tokens
 MAX_SCORED_TOKENS = 600_000  # a prompt that gives them: they come in one frame of 64 MiB
 # What chat templates are given by other fields, or not at all.
@@ -407,7 +408,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Flag = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool, or_default(True)] = True
