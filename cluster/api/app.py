@@ -47,6 +47,7 @@ from kvrelay.cluster.api.openai.formats import ChatFormat, CompletionFormat
 from kvrelay.cluster.api.openai.plan import plan_chat, plan_completion
 from kvrelay.cluster.api.openai.respond import GenerateEndpoint, error_response
 from kvrelay.cluster.api.openai.schema import ChatRequest, CompletionRequest, parse
+from kvrelay.cluster.api.openai.token_calls import token_call_routes
 from kvrelay.cluster.api.operations import operation_routes
 from kvrelay.cluster.api.responses.routes import response_routes
 from kvrelay.cluster.api.sessions import session_routes
@@ -179,6 +180,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
     app.add_exception_handler(ApiError, partial(_on_api_error, ctx))
     app.router.routes += [
         *_generating_routes(ctx),
+        *token_call_routes(ctx),
         *batches.routes(),
         *message_routes(ctx),
         *response_routes(ctx),

@@ -85,14 +85,14 @@ def scripted_server(model: Path, folder: Path, *, kills: bool) -> Iterator[str]:
         [*command, "--config", str(config)], stdout=log, stderr=subprocess.STDOUT
     )
     try:
-        yield _url(process, Path(log.name))
+        yield server_url(process, Path(log.name))
     finally:
         process.terminate()
         process.wait(STOP_TIMEOUT_S)
         log.close()
 
 
-def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+def server_url(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         for word in log.read_text(encoding="utf-8").split():

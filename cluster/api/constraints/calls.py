@@ -13,12 +13,14 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
+from kvrelay.cluster.api.constraints.lark import input_terms
 from kvrelay.cluster.api.constraints.rules import AddedId, Rules
 from kvrelay.cluster.api.constraints.schema import SchemaError, part_grammar, rewrite
+from kvrelay.cluster.api.output.custom_input import INPUT
 from kvrelay.cluster.api.output.events import THINK, Tags
 from kvrelay.cluster.api.output.format import CallSyntax, ParameterSyntax, ToolFormat
 from kvrelay.cluster.api.output.marked_calls import Harmony
-from kvrelay.cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.tools import InputFormat, Tool
 
 SPACE = r"/[ \t\r\n]*/"  # what is read as such, not Unicode's
 LINE = "\n"  # after each argument
@@ -203,12 +205,36 @@ def _arguments(rules: Rules, index: int, tool: Tool, form: ToolFormat) -> str:
     schema: dict[str, Any] = {"type": "object", **tool.parameters}
     syntax = form.syntax(tool)
     try:
+        if tool.custom is not None and tool.is_held:
+            body = _input(rules, index, tool.custom, syntax.parameters)
+            return rules.add(f"arguments_{index}", body)
         body = f"%json {json.dumps(part_grammar(schema, lenient=not tool.strict))}"
         if syntax.parameters is not None:
             body = _parameters(rules, index, schema, tool, syntax.parameters)
         return rules.add(f"arguments_{index}", body or '""')
     except SchemaError as error:
         raise SchemaError(f"tool '{tool.name}': {error}") from None
+
+
+def _input(rules: Rules, index: int, form: InputFormat, parameters: ParameterSyntax | None) -> str:
+    """The arguments of a custom tool: one text, which matches its grammar."""
+    prefix = f"input{index}"
+    if parameters is None:
+        term, _ = input_terms(rules, prefix, form, quoted=True)
+        return _joined(rules.quote(f'{{"{INPUT}": "'), term, rules.quote('"}'))
+    begin = _value_begin(INPUT, parameters)
+    term, is_one = input_terms(rules, prefix, form, quoted=False)
+    end = rules.quote(f"{parameters.pad}{parameters.value_end}")
+    if is_one and not end.startswith("<["):  # to the first end, and that is not within the text
+        inside = re.escape(parameters.value_end).replace("/", r"\/")
+        text = rules.add(f"{prefix.upper()}TEXT", rf"{term} & ~/(.|\n)*{inside}(.|\n)*/")
+        term, end = rules.add(f"{prefix}text", f"{text} {end}", "[lazy]"), ""
+    return _joined(rules.quote(begin), term, end, rules.quote(LINE))
+
+
+def _value_begin(name: str, syntax: ParameterSyntax) -> str:
+    begin = f"{syntax.key_begin}{name}{syntax.key_end}"
+    return begin + (f"\n{syntax.value_begin}" if syntax.value_begin else "") + syntax.pad
 
 
 def _parameters(
@@ -227,10 +253,7 @@ def _parameters(
         if each is False:
             continue
         rule = f"parameter_{index}_{number}"
-        begin = f"{syntax.key_begin}{name}{syntax.key_end}"
-        if syntax.value_begin:
-            begin += f"\n{syntax.value_begin}"
-        begin, end = begin + syntax.pad, f"{syntax.pad}{syntax.value_end}{LINE}"
+        begin, end = _value_begin(name, syntax), f"{syntax.pad}{syntax.value_end}{LINE}"
         texts = _texts(each)
         if tool.type_of(name) != "string":
             part = {**each, **shared} if isinstance(each, dict) else each

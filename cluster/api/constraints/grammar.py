@@ -64,6 +64,7 @@ _WHOLE_FORMATS = {
     "regex": ("regex", "pattern"),
     "grammar": ("grammar", "grammar"),
 }
+_MADE = re.compile(r'\{"grammars": ?\[')  # a grammar as the engine has it
 _TOO_MUCH = (
     f"it takes more than {CPU_S:g} s of computing or {MEMORY_BYTES >> 20} MiB of memory to compile"
 )
@@ -219,6 +220,8 @@ def grammar_of(
             return llguidance.LLMatcher.grammar_from_regex(_text(value))
         case "choice":
             return choice_grammar(value)
+        case "grammar" if isinstance(value, str) and _MADE.match(value):  # it was rendered
+            return _text(value)
         case "grammar":
             try:
                 return grammar_from("grammar", _with_ids(_text(value), added))

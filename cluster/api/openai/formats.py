@@ -27,6 +27,7 @@ from kvrelay.cluster.api.openai.logprobs import (
     prompt_entries,
 )
 from kvrelay.cluster.api.openai.parts import Piece, Plan, TokenText
+from kvrelay.cluster.api.output.custom_input import CustomInput
 from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.output.dialect import Reading
 
 COMMENT = b": alive\n\n"  # a server-sent event that clients skip
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _ENTRIES_AT_ONCE = 256  # log-probabilities of a prompt, encoded in one go
 
 
@@ -254,36 +255,54 @@ class _Reader:
         self._parser = reading.parser()
         self._reading, self._choice, self._reasoning = reading, choice, reasoning
         self._num_calls = 0
+        self._custom = {tool.name for tool in reading.given if tool.custom is not None}
+        self._input: CustomInput | None = None  # of the call that is written
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
         events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
         is_shown = [self._reasoning or not isinstance(event, Reasoning) for event in events]
-        return [self._delta(event) for event in compress(events, is_shown)]
+        deltas: list[dict[str, Any]] = []
+        for event in compress(events, is_shown):
+            if not isinstance(event, Arguments):
+                deltas += self._end_input()
+            deltas += self._delta(event)
+        return deltas + (self._end_input() if piece.finish_reason is not None else [])
 
     def finish_reason(self, piece: Piece) -> str | None:
         is_call = piece.finish_reason == "stop" and self._parser.has_calls
         return "tool_calls" if is_call else piece.finish_reason
 
-    def _delta(self, event: Event) -> dict[str, Any]:
+    def _delta(self, event: Event) -> list[dict[str, Any]]:
         match event:
             case Text(text):
-                return {"content": text}
+                return [{"content": text}]
             case Reasoning(text):
-                return {"reasoning_content": text, "reasoning": text}  # as in SGLang and vLLM
+                return [{"reasoning_content": text, "reasoning": text}]  # as in SGLang and vLLM
             case CallBegin(name, call_id):
                 index, self._num_calls = self._num_calls, self._num_calls + 1
-                return _call_delta(
-                    index,
-                    {"name": name, "arguments": ""},
-                    id=call_id or self._reading.new_id(f"{self._choice}-{index}"),
-                    type="function",
-                )
+                kind = "custom" if name in self._custom else "function"
+                self._input = CustomInput() if kind == "custom" else None
+                begun = {"name": name, _SAID[kind]: ""}
+                call_id = call_id or self._reading.new_id(f"{self._choice}-{index}")
+                return [_call_delta(index, kind, begun, id=call_id, type=kind)]
+            case Arguments(text) if self._input is not None:
+                return self._input_delta(self._input.push(text))
             case Arguments(text):
-                return _call_delta(self._num_calls - 1, {"arguments": text})
+                return [_call_delta(self._num_calls - 1, "function", {"arguments": text})]
+
+    def _input_delta(self, text: str) -> list[dict[str, Any]]:
+        return [_call_delta(self._num_calls - 1, "custom", {"input": text})] if text else []
+
+    def _end_input(self) -> list[dict[str, Any]]:
+        ended, self._input = self._input, None
+        return [] if ended is None else self._input_delta(ended.finish())
 
 
-def _call_delta(index: int, function: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"tool_calls": [{"index": index, **fields, "function": function}]}
+_SAID = {"function": "arguments", "custom": "input"}  # by the type of a call
+
+
+def _call_delta(index: int, kind: str, called: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index, **fields, kind: called}]}
 
 
 def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -296,9 +315,10 @@ def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for call in delta.get("tool_calls", ()):
             calls = message.setdefault("tool_calls", [])
             if "id" in call:
-                calls.append({key: call[key] for key in ("id", "type", "function")})
-            else:
-                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+                calls.append({key: call[key] for key in ("id", "type", call["type"])})
+                continue
+            kind = calls[-1]["type"]
+            calls[-1][kind][_SAID[kind]] += call[kind][_SAID[kind]]
     if message["content"] is None and "tool_calls" not in message:
         message["content"] = ""
     return message
@@ -307,7 +327,7 @@ def message_of(deltas: Sequence[dict[str, Any]]) -> dict[str, Any]:
 class _WithLogprobs(Format):
     """Its answers may have log-probabilities, encoded as their tokens come."""
 
-    done = _DONE
+    done = DONE
     _answer: _Answer
 
     def __init__(self, plan: Plan) -> None:

@@ -83,6 +83,26 @@ def chat_entry(names: TokenNames, token: TokenText) -> bytes:
     return b'%b,"top_logprobs":[%b%b]}' % (mine, top, end)
 
 
+def id_logprobs(tokens: Sequence[TokenText]) -> tuple[Runs, ...]:
+    """Makes the entries of `content` where tokens are told by their ids, in vLLM's forms: with a
+    number, and before that with a name."""
+    return (_run([_id_entry(token) for token in tokens]),)
+
+
+def _id_entry(token: TokenText) -> bytes:
+    assert token.logprobs is not None
+    ranked = list(enumerate(token.logprobs.top, 1))
+    rank = next((rank for rank, (other, _) in ranked if other == token.token), None)
+    top = b",".join([_of_id(other, p, rank) + b"}" for rank, (other, p) in ranked])
+    return b'%b,"top_logprobs":[%b]}' % (_of_id(token.token, token.logprobs.logprob, rank), top)
+
+
+def _of_id(token: int, logprob: float, rank: int | None) -> bytes:
+    shown = b"null" if rank is None else b"%d" % rank
+    form = b'{"token":"token_id:%d","token_id":%d,"logprob":%b,"rank":%b'
+    return form % (token, token, _number(logprob), shown)
+
+
 def prompt_entries(
     names: TokenNames, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
 ) -> msgspec.Raw:

@@ -30,6 +30,7 @@ from kvrelay.cluster.api.openai.schema import (
     GenerationRequest,
     ModelRequest,
 )
+from kvrelay.cluster.api.openai.tools import AllowedTools
 from kvrelay.cluster.api.output.dialect import Reading
 from kvrelay.cluster.api.output.marked_calls import Harmony
 from kvrelay.cluster.api.tenants import Tenant
@@ -520,6 +521,8 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
     """Returns the grammar of a chat: what is asked for, its tools, and reasoning before them.
     Raises `ApiError`."""
     choice = request.tool_choice
+    allowed = choice.names if isinstance(choice, AllowedTools) else None
+    choice = choice.mode if isinstance(choice, AllowedTools) else choice
     required = choice not in (None, "auto", "none")
     if required and reading.tools is None:
         raise invalid(
@@ -531,9 +534,11 @@ async def constrain_chat(ctx: ApiContext, request: ChatRequest, reading: Reading
     before = _before(reading)
     form, given = reading.tools, reading.given
     offered = form is not None and bool(given) and choice != "none"
-    if form is not None and offered and (required or answer or any(t.strict for t in given)):
-        if isinstance(choice, tuple):
-            given = [tool for tool in given if tool.name == choice[0]]
+    named = choice if isinstance(choice, tuple) else allowed
+    if named is not None:
+        given = [tool for tool in given if tool.name in named]
+    is_held = required or bool(answer) or len(given) < len(reading.given)
+    if form is not None and offered and (is_held or any(tool.is_held for tool in given)):
         make = partial(
             call_grammar,
             form,

@@ -25,7 +25,7 @@ from pydantic import (
 
 from kvrelay.cluster.api.constraints.grammar import KINDS
 from kvrelay.cluster.api.errors import ApiError, invalid
-from kvrelay.cluster.api.openai.tools import ToolCall, ToolChoice, Tools
+from kvrelay.cluster.api.openai.tools import AllowedTools, ToolCall, ToolChoice, Tools
 from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
 from kvrelay.engine.request import NUMBERS, SamplingParams
 from kvrelay.router.config import MAX_PRIORITY
@@ -104,6 +104,7 @@ MAX_CHOICES = 128
 MAX_SESSION_CHARS = 256
 MAX_SALT_CHARS = 1024
 MAX_BAD_WORDS = 128
+MAX_TOP_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 5  # a prompt may have 100,000 tokens
 MAX_SCORED_TOKENS = 600_000  # a prompt that gives them: they come in one frame of 64 MiB
 # What chat templates are given by other fields, or not at all.
@@ -407,7 +408,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Flag = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: Annotated[bool, or_default(True)] = True
@@ -432,8 +433,11 @@ class ChatRequest(GenerationRequest):
             raise ValueError(f"'tools': two tools are called {twice!r}")
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("'tool_choice' is only allowed where there are 'tools'")
-        if isinstance(self.tool_choice, tuple) and self.tool_choice[0] not in names:
-            raise ValueError(f"'tool_choice': there is no tool {self.tool_choice[0]!r:.60}")
+        wanted = self.tool_choice
+        wanted = wanted.names if isinstance(wanted, AllowedTools) else wanted
+        wanted = () if wanted is None or isinstance(wanted, str) else wanted
+        if unknown := sorted(set(wanted).difference(names)):
+            raise ValueError(f"'tool_choice': there is no tool {unknown[0]!r:.60}")
         if self.modalities not in (None, [], ["text"]):
             raise ValueError(
                 f"'modalities': {self.modalities!r:.60} is not supported, use ['text']"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvrelay.cluster.api.output.tools import Tool
+from kvrelay.cluster.api.output.custom_input import INPUT, arguments_for
+from kvrelay.cluster.api.output.tools import InputFormat, Tool
 
 MAX_TOOLS = 512
 _NAME = r"^[a-zA-Z0-9_.:/-]{1,128}$"
@@ -57,15 +60,61 @@ class ToolParam(BaseModel):
 
     type: Literal["function"]
     function: Function
+    takes: InputFormat | None = None  # of a custom tool, which the model is shown as a function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_custom(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if data.get("type") != "custom":
+            return {key: value for key, value in data.items() if key != "takes"}
+        custom = data.get("custom")
+        if not isinstance(custom, dict):
+            raise ValueError("a tool of type 'custom' has an object 'custom'")
+        function, takes = custom_function(custom)
+        return {"type": "function", "function": function, "takes": takes}
 
     def tool(self) -> Tool:
         function = self.function
-        return Tool(function.name, function.parameters or {}, bool(function.strict))
+        strict = bool(function.strict)
+        return Tool(function.name, function.parameters or {}, strict, self.takes)
 
     def for_template(self) -> dict[str, Any]:
         shown = self.function.model_dump(exclude_none=True, exclude={"strict"})
         shown.setdefault("parameters", {"type": "object", "properties": {}})
         return {"type": "function", "function": shown}
+
+
+def custom_function(tool: Mapping[str, Any]) -> tuple[dict[str, Any], InputFormat]:
+    """A custom tool as the function that a model is shown, and what it takes. Raises
+    ValueError."""
+    form, about = tool.get("format"), tool.get("description")
+    takes = InputFormat()
+    if form is not None:
+        takes = _format_of(form)
+    if takes.syntax:
+        about = f"{about or ''}\n\nIts grammar:\n{takes.definition}"
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    function = {"name": tool.get("name"), "description": about, "parameters": parameters}
+    return function, takes
+
+
+def _format_of(form: Any) -> InputFormat:
+    kind = form.get("type") if isinstance(form, dict) else form
+    if kind == "text":
+        return InputFormat()
+    if kind != "grammar":
+        raise ValueError(f"'format': type {kind!r:.60} is not known, use 'text' or 'grammar'")
+    grammar = form.get("grammar", form)  # chats have it in an object of its own
+    syntax, definition = (
+        grammar.get(key) if isinstance(grammar, dict) else None for key in ("syntax", "definition")
+    )
+    if syntax not in ("lark", "regex"):
+        raise ValueError(f"'format': 'syntax' is 'lark' or 'regex', got {syntax!r:.60}")
+    if not isinstance(definition, str) or not definition:
+        raise ValueError(f"'format': 'definition' is a string, got {definition!r:.60}")
+    return InputFormat(syntax, definition)
 
 
 class CalledFunction(BaseModel):
@@ -84,6 +133,20 @@ class ToolCall(BaseModel):
     type: Literal["function"] = "function"
     function: CalledFunction
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_custom(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("type") != "custom":
+            return data
+        custom = data.get("custom")
+        name, text = (
+            custom.get(key) if isinstance(custom, dict) else None for key in ("name", "input")
+        )
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError("a call of type 'custom' has an object 'custom' of 'name' and 'input'")
+        function = {"name": name, "arguments": arguments_for(text)}
+        return {"id": data.get("id", ""), "function": function}
+
     def for_template(self) -> dict[str, Any]:
         function = self.function
         arguments = arguments_of(function.arguments or "{}")
@@ -95,20 +158,55 @@ def call_of(call_id: str, name: str, arguments: str) -> ToolCall:
     return ToolCall(id=call_id, function=CalledFunction(name=name, arguments=arguments))
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """Some of the tools: the prompt shows them all, so it stays what a cache has."""
+
+    mode: Literal["auto", "required"]
+    names: frozenset[str]
+
+
 def _choice_of(choice: Any) -> Any:
-    """ "auto", "none", "required", or the name of a function in a tuple."""
+    """ "auto", "none", "required", the name of a function in a tuple, or AllowedTools."""
     if choice is None or choice in ("auto", "none", "required"):
         return choice
-    if isinstance(choice, tuple):
+    if isinstance(choice, tuple | AllowedTools):
         return choice
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        named = choice.get("function")
-        name = named.get("name") if isinstance(named, dict) else None
-        if isinstance(name, str):
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
+        return _allowed(choice.get("allowed_tools", choice))
+    if kind in ("function", "custom"):
+        name = _name_of(choice)
+        if name is not None:
             return (name,)
     raise ValueError(
-        "expected 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}"
+        "expected 'auto', 'none', 'required', {'type': 'function', 'function': {'name': ...}},"
+        " likewise of 'custom', or 'allowed_tools'"
     )
+
+
+def _name_of(choice: Any) -> str | None:
+    """A tool's; in the Responses API it is beside the type."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    named = choice.get(kind, choice) if kind in ("function", "custom") else None
+    name = named.get("name") if isinstance(named, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _allowed(given: Any) -> AllowedTools:
+    mode, tools = (given.get(key) if isinstance(given, dict) else None for key in ("mode", "tools"))
+    if mode not in ("auto", "required"):
+        raise ValueError(f"'allowed_tools': 'mode' is 'auto' or 'required', got {mode!r:.60}")
+    if not isinstance(tools, list) or not 0 < len(tools) <= MAX_TOOLS:
+        raise ValueError(f"'allowed_tools': 'tools' is a list of 1 to {MAX_TOOLS} tools")
+    names = list(map(_name_of, tools))
+    if None in names:
+        wrong = tools[names.index(None)]
+        raise ValueError(
+            f"'allowed_tools': a tool is named by its type, 'function' or 'custom', and its name,"
+            f" got {wrong!r:.60}"
+        )
+    return AllowedTools(mode, frozenset(name for name in names if name is not None))
 
 
 ToolChoice = Annotated[Any, BeforeValidator(_choice_of)]

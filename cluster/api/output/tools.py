@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class InputFormat:
+    """What a custom tool takes: a text that matches `definition`; without a `syntax`, any."""
+
+    syntax: Literal["", "regex", "lark"] = ""
+    definition: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +20,12 @@ class Tool:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)  # a JSON schema
     strict: bool = False  # arguments that do not match the schema are never written
+    custom: InputFormat | None = None  # it takes a text, as its one parameter
+
+    @property
+    def is_held(self) -> bool:
+        """Whether what is written for it has to match."""
+        return self.strict or (self.custom is not None and self.custom.syntax != "")
 
     def type_of(self, parameter: str) -> str:
         """Of a parameter, as JSON Schema calls it; "" if the schema does not say it plainly."""

@@ -81,8 +81,8 @@ class KeptResponses:
             record["response"] = response | {"status": "failed", "error": error}
         return record
 
-    async def keep(self, tenant: Tenant, record: dict[str, Any]) -> bool:
-        """False: the file cannot be written, which is no reason to withhold the answer."""
+    async def keep(self, tenant: Tenant, record: dict[str, Any]) -> str:
+        """Returns why it is not kept, which is no reason to withhold the answer; "": it is."""
 
         def write() -> None:
             self._ctx.responses.put(tenant.name, response_id, msgspec.json.encode(record))
@@ -92,8 +92,8 @@ class KeptResponses:
             await self._ctx.store.write(write)
         except ApiError as error:
             _log.warning("response %s is not kept: %s", response_id, error.message)
-            return False
-        return True
+            return error.message
+        return ""
 
 
 class ResponseCall:
@@ -149,9 +149,8 @@ class ResponseCall:
         request = self.chat, self._name, self._num_bytes
         return ReadEndpoint(self._ctx, "responses", request, _plan, format)
 
-    async def keep(self, response: dict[str, Any]) -> bool:
-        if not self.request.is_kept:
-            return False
+    async def keep(self, response: dict[str, Any]) -> str:
+        """Of one that is to be kept: as of `KeptResponses`."""
         record = {"response": response, "items": self.request.input, "root": self._root}
         return await self._kept.keep(self.tenant, record)
 
@@ -159,7 +158,12 @@ class ResponseCall:
         if self.may_settle is not None:
             await self.may_settle.wait()
         await self._hand_on(response)
-        self.has_settled = await self.keep(response)
+        if self.request.is_kept:
+            why = await self.keep(response)
+            self.has_settled = not why
+            if why:
+                _warn(response, "not_stored", f"This response is not stored: {why}")
+                await self.remember(response)
         return self.has_settled
 
     async def _hand_on(self, response: dict[str, Any]) -> None:
@@ -175,7 +179,8 @@ class ResponseCall:
             except ApiError as error:
                 _log.warning("response %s is not in its conversation", self.response_id)
                 response["conversation"] = None
-                response["warnings"] = [_not_added(name, error)]
+                lost = f"This turn is not in '{name}', and the next one there would lack it"
+                _warn(response, "not_in_conversation", f"{lost}: {error.message}")
         if not self.request.is_kept:
             await self.remember(response)
 
@@ -309,12 +314,8 @@ def asked_items(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [input_item(item, f"item_{name}_{i}") for i, item in enumerate(record["items"])]
 
 
-def _not_added(conversation: str, error: ApiError) -> dict[str, Any]:
-    message = (
-        f"This turn is not in '{conversation}', and the next one there would lack it:"
-        f" {error.message}"
-    )
-    return {"code": "not_in_conversation", "message": message}
+def _warn(response: dict[str, Any], code: str, message: str) -> None:
+    response.setdefault("warnings", []).append({"code": code, "message": message})
 
 
 def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.openai.formats import BlockFormat, Format, joined
 from kvrelay.cluster.api.openai.logprobs import Runs, chat_entry
 from kvrelay.cluster.api.openai.parts import Piece, Plan, TokenText
+from kvrelay.cluster.api.output.custom_input import CustomInput
 from kvrelay.cluster.api.output.events import Arguments, CallBegin, Reasoning, Span, Text
 from kvrelay.cluster.api.responses.schema import (
-    CUSTOM_INPUT,
     ENCRYPTED,
     SUMMARY,
     ResponsesChat,
@@ -175,7 +175,8 @@ class ResponseFormat(BlockFormat):
     ) -> None:
         super().__init__(plan)
         self._id, self._keep = response_id, keep
-        self._custom = frozenset(request.custom)
+        given = plan.reading.given if plan.reading else ()
+        self._custom = {tool.name for tool in given if tool.custom is not None}
         self._spaces = request.spaces
         self._encrypts = ENCRYPTED in (request.asked.include or ())
         self._response = begun(
@@ -189,6 +190,7 @@ class ResponseFormat(BlockFormat):
         self._output: list[dict[str, Any]] = self._response["output"]
         self._item: dict[str, Any] = {}  # that is being written
         self._text = ""  # its content, or its arguments
+        self._input: CustomInput  # likewise, of a custom tool
         self._names = ctx.token_names
         self._logprobs = TextLogprobs()
         self._entries: list[msgspec.Raw] = []  # log-probabilities of its text
@@ -263,7 +265,12 @@ class ResponseFormat(BlockFormat):
             case Arguments(text) if self._item["type"] == "function_call":
                 kind = "response.function_call_arguments.delta"
                 return [self._item_event(kind, delta=text)]
-        return []  # a custom tool's input is sent when it is whole
+        return self._write_input(self._input.push(event.text))
+
+    def _write_input(self, text: str) -> list[dict[str, Any]]:
+        self._item["input"] += text
+        kind = "response.custom_tool_call_input.delta"
+        return [self._item_event(kind, delta=text)] if text else []
 
     def _begun(self, event: Text | Reasoning | CallBegin) -> dict[str, Any]:
         if isinstance(event, CallBegin):
@@ -292,7 +299,7 @@ class ResponseFormat(BlockFormat):
 
     def _open_block(self, event: Text | Reasoning | CallBegin) -> list[dict[str, Any]]:
         self._item = item = self._begun(event)
-        self._text, self._entries = "", []
+        self._text, self._entries, self._input = "", [], CustomInput()
         index = len(self._output)
         made = [self._event("response.output_item.added", output_index=index, item=dict(item))]
         if item["type"] in _PARTS:
@@ -317,10 +324,9 @@ class ResponseFormat(BlockFormat):
                 kind = "response.function_call_arguments.done"
                 made.append(self._item_event(kind, arguments=text, name=item["name"]))
             case _:
-                item["input"] = _input_of(text)
-                for name, key in (("delta", "delta"), ("done", "input")):
-                    kind = f"response.custom_tool_call_input.{name}"
-                    made.append(self._item_event(kind, **{key: item["input"]}))
+                made += self._write_input(self._input.finish())
+                kind = "response.custom_tool_call_input.done"
+                made.append(self._item_event(kind, input=item["input"]))
         if item["type"] in _PARTS:
             part = _part(item["type"], text, logprobs)
             item["content"] = [part]
@@ -340,13 +346,3 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 def _part(item: str, text: str, logprobs: dict[str, Any]) -> dict[str, Any]:
     extra = {"annotations": [], **logprobs} if item == "message" else {}
     return {"type": _PARTS[item], "text": text, **extra}
-
-
-def _input_of(arguments: str) -> str:
-    """Takes a custom tool's input from the JSON that the model wrote."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    given = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
-    return given if isinstance(given, str) else arguments

@@ -72,6 +72,7 @@ class ConversationItems:
             self._store.put_by(connection, tenant, name, record)
             self._add(connection, (tenant, name), rows, most)
             self._store.count(connection, sum(map(num_bytes_of, rows)))
+            self._store.check_kept(connection, tenant, name)
 
     def move(
         self, tenant: str, name: str, old: bytes, record: bytes, rows: Sequence[Row], num_ever: int
@@ -94,6 +95,7 @@ class ConversationItems:
             self._touch(connection, tenant, name)
             ids = self._add(connection, (tenant, name), rows, most)
             self._store.count(connection, sum(map(num_bytes_of, rows)))
+            self._store.check_kept(connection, tenant, name)
         return ids
 
     def _touch(self, connection: sqlite3.Connection, tenant: str, name: str) -> None:

@@ -223,8 +223,9 @@ class Responses:
             await running.admitted.wait()
             if running.refusal is not None:
                 return running.refusal
-            if not await call.keep(response):
-                raise ApiError(503, "Responses cannot be stored now", type="server_error")
+            if why := await call.keep(response):
+                message = f"Responses cannot be stored now: {why}"
+                raise ApiError(503, message, type="server_error")
         except BaseException:
             running.task.cancel()
             raise

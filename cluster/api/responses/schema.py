@@ -19,12 +19,20 @@ from kvrelay.cluster.api.openai.schema import (
     build,
     or_default,
 )
-from kvrelay.cluster.api.openai.tools import MAX_TOOLS, Function, ToolCall, ToolParam, call_of
+from kvrelay.cluster.api.openai.tools import (
+    MAX_TOOLS,
+    Function,
+    ToolCall,
+    ToolParam,
+    call_of,
+    custom_function,
+)
+from kvrelay.cluster.api.output.custom_input import arguments_for
+from kvrelay.cluster.api.output.tools import InputFormat
 from kvrelay.cluster.api.parameters import COMPACT, REASONING, RESPONSES, TEXT_OPTIONS, Fields
 
 # Tools that OpenAI runs itself. Clients offer them to every model; here none can be called.
 RUN_ELSEWHERE = ("web_search", "image_generation", "file_search", "code_interpreter")
-CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
 # Values of `include`.
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -141,7 +149,6 @@ class ResponsesChat(ChatRequest):
     """The chat that a request means, and what its answer repeats."""
 
     asked: ResponsesRequest
-    custom: list[str]  # names of tools whose input is a text
     spaces: dict[str, list[str]]  # name of a tool -> its namespace, and its name there
     max_tool_calls: int | None = None
 
@@ -155,14 +162,13 @@ def as_chat(
         messages.insert(0, Message(role="system", content=request.instructions))
     if not messages:
         raise invalid("'input': there is nothing to answer", param="input")
-    tools, custom, spaces = _tools(request.tools or [])
+    tools, spaces = _tools(request.tools or [])
     shared = ResponsesRequest.model_fields.keys() & ResponsesChat.model_fields.keys() - _OWN
     chat: dict[str, Any] = {name: getattr(request, name) for name in shared}
     chat = {name: value for name, value in chat.items() if value is not None} | {
         "messages": messages,
         "prompt_cache_key": request.prompt_cache_key or session,
         "asked": request,
-        "custom": custom,
         "spaces": spaces,
     }
     if request.max_output_tokens is not None:
@@ -247,8 +253,7 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[Message]:
 
 def _call(item: dict[str, Any], kind: str, i: int) -> ToolCall:
     if kind == "custom_tool_call":
-        given = {CUSTOM_INPUT: _string(item, "input", i)}
-        arguments = json.dumps(given, ensure_ascii=False)
+        arguments = arguments_for(_string(item, "input", i))
     else:
         arguments = _string(item, "arguments", i)
     name = _spaced(item.get("namespace"), _string(item, "name", i))
@@ -367,47 +372,51 @@ def _in_spaces(given: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any
             yield f"{place}.tools[{j}]", each, str(tool.get("name", ""))
 
 
-def _tools(
-    given: list[dict[str, Any]],
-) -> tuple[list[ToolParam], list[str], dict[str, list[str]]]:
-    """Those that a chat has, which of them are custom, and which are in a namespace."""
+def _tools(given: list[dict[str, Any]]) -> tuple[list[ToolParam], dict[str, list[str]]]:
+    """Those that a chat has, and which are in a namespace."""
     tools: list[ToolParam] = []
-    custom: list[str] = []
     spaces: dict[str, list[str]] = {}
     for place, tool, space in _in_spaces(given):
         kind = tool.get("type")
-        if isinstance(kind, str) and kind.startswith(RUN_ELSEWHERE):
+        if _runs_elsewhere(tool):
             continue
-        function = {
-            k: tool[k] for k in ("name", "description", "strict") if tool.get(k) is not None
-        }
-        if kind == "function":
-            function["parameters"] = tool.get("parameters") or {}
-        elif kind == "custom":
-            custom.append(_spaced(space, str(tool.get("name"))))
-            form = tool.get("format")
-            about = form.get("definition") if isinstance(form, dict) else None
-            text = f"{function.get('description', '')}\n\nIts grammar:\n{about}" if about else ""
-            function["description"] = text or function.get("description", "")
-            function["parameters"] = {
-                "type": "object",
-                "properties": {CUSTOM_INPUT: {"type": "string"}},
-                "required": [CUSTOM_INPUT],
-            }
-        else:
+        if kind not in ("function", "custom"):
             raise invalid(f"'{place}': tools of type {kind!r:.60} are not run here", "tools")
+        takes: InputFormat | None = None
+        if kind == "custom":
+            try:
+                function, takes = custom_function(tool)
+            except ValueError as error:
+                raise invalid(f"'{place}': {error}", "tools") from None
+        else:
+            names = ("name", "description", "strict")
+            function = {k: tool[k] for k in names if tool.get(k) is not None}
+            function["parameters"] = tool.get("parameters") or {}
         if space and isinstance(tool.get("name"), str):
             function["name"] = _spaced(space, tool["name"])
             spaces[function["name"]] = [space, tool["name"]]
-        tools.append(ToolParam(type="function", function=build(Function, function, place)))
-    return tools, custom, spaces
+        built = build(Function, function, place)
+        tools.append(ToolParam.model_construct(function=built, takes=takes))
+    return tools, spaces
 
 
 def _choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+    """With the names that the model has for tools; those that are not offered to it are left
+    out."""
+    if not isinstance(choice, dict):
+        return choice
+    if isinstance(choice.get("name"), str):
         name = _spaced(choice.get("namespace"), choice["name"])
         return {"type": "function", "function": {"name": name}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_choice(tool) for tool in choice["tools"] if not _runs_elsewhere(tool)]
+        return choice | {"tools": tools}
     return choice
+
+
+def _runs_elsewhere(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith(RUN_ELSEWHERE)
 
 
 def _format(form: dict[str, Any]) -> dict[str, Any]:

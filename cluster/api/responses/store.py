@@ -133,6 +133,7 @@ class ResponseStore:
     def put(self, tenant: str, response_id: str, record: bytes) -> None:
         with self.writing() as connection:
             self.put_by(connection, tenant, response_id, record)
+            self.check_kept(connection, tenant, response_id)
 
     def put_by(
         self, connection: sqlite3.Connection, tenant: str, response_id: str, record: bytes
@@ -147,6 +148,11 @@ class ResponseStore:
             self._prune(connection)
             self._num_put_bytes = 0
         self._num_puts += 1
+
+    def check_kept(self, connection: sqlite3.Connection, tenant: str, name: str) -> None:
+        """What has just been put has not had to go, for its size. Raises sqlite3.Error."""
+        if connection.execute(_GET, (tenant, name)).fetchone() is None:
+            raise sqlite3.DataError("it is larger than its tenant's share of what is stored")
 
     def _prune(self, connection: sqlite3.Connection) -> None:
         """What one tenant keeps takes nothing from the share of another."""

@@ -167,7 +167,9 @@ def test_the_input_of_a_custom_tool_is_told_as_a_text(thinking: Served, as_strea
             *("custom_tool_call_input.done 0", "output_item.done 0"),
         ]
         assert events[2]["item"]["input"] == ""
-        assert (events[3]["delta"], events[4]["input"]) == (text, text)
+        assert "".join(deltas(events, "custom_tool_call_input")) == text
+        done = next(event for event in events if "input_index" not in event and "input" in event)
+        assert done["input"] == text
         item = events[-1]["response"]["output"][0]
     else:
         item = ask(thinking, tools=[PATCH]).output[0].to_dict()
@@ -176,17 +178,29 @@ def test_the_input_of_a_custom_tool_is_told_as_a_text(thinking: Served, as_strea
 
 
 @pytest.mark.parametrize("as_stream", [False, True])
-def test_input_that_is_no_text_is_shown_as_it_was_written(
-    thinking: Served, as_stream: bool
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ('{"input": "a\\ud800b"}', "a\ufffdb"),  # half a character: no answer has it
+        ('{"input": "\\ud83d\\ude00\\u00e9"}', "\U0001f600\u00e9"),
+        ('{"input": "a\nb\\q"}', "a\nb\\q"),  # neither is JSON
+        ('{"other": 1}', '{"other": 1}'),
+        ('{"input": 5}', '{"input": 5}'),
+        ("[]", "[]"),
+    ],
+)
+def test_input_that_is_not_as_it_should_be(
+    thinking: Served, as_stream: bool, written: str, text: str
 ) -> None:
-    """Half a surrogate pair is no character: no answer could be encoded with it."""
-    written = '{"input": "\\ud800"}'
+    """A model that is not held to JSON: what can be read is told, else its words are."""
     says(thinking, call_text("patch", written))
     if as_stream:
-        item = stream(thinking, tools=[PATCH])[-1]["response"]["output"][0]
+        events = stream(thinking, tools=[PATCH])
+        assert "".join(deltas(events, "custom_tool_call_input")) == text
+        item = events[-1]["response"]["output"][0]
     else:
         item = ask(thinking, tools=[PATCH]).output[0].to_dict()
-    assert item["input"] == written
+    assert item["input"] == text
 
 
 def test_events_are_ascii_and_whole_answers_utf_8(thinking: Served) -> None:

@@ -167,3 +167,46 @@ def test_places_of_tools_are_those_of_the_request(served: Served) -> None:
     assert message == "'tools[1].tools[1]': tools of type 'shell' are not run here"
     message = refused(served, tools=[SEARCH, SPACE, {"type": "shell"}])["message"]
     assert message.startswith("'tools[2]': tools of type 'shell'")
+
+
+def allowed_tools(mode: str, *tools: tuple[str, str]) -> dict[str, Any]:
+    listed = [{"type": kind, "name": name} for kind, name in tools]
+    return {"type": "allowed_tools", "mode": mode, "tools": listed}
+
+
+def test_tools_that_are_allowed_are_called_and_no_others(thinking: Served) -> None:
+    says(thinking, FIX)
+    prompts = []
+    for mode in ("auto", "required"):
+        choice = allowed_tools(mode, ("custom", "patch"))
+        answer = ask(thinking, tools=TOOLS, tool_choice=choice)
+        assert answer.tool_choice.to_dict() == choice  # type: ignore[union-attr]
+        assert allows(thinking, FIX)
+        assert not allows(thinking, CALL)
+        assert allows(thinking, "It rains.") == (mode == "auto")
+        prompts.append(prompt(thinking))
+    ask(thinking, tools=TOOLS)
+    assert prompts == [prompt(thinking)] * 2
+
+
+def test_allowed_tools_are_named_within_their_namespace(thinking: Served) -> None:
+    tools = [{"type": "function", "name": "weather", "namespace": "sky"}, SEARCH]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": tools}
+    assert post(thinking, tools=[SPACE, SEARCH], tool_choice=choice).status_code == 200
+    assert allows(thinking, call_text("sky.weather", OSLO))
+    assert not allows(thinking, call_text("sky.patch", FIXED))
+    error = refused(thinking, tools=TOOLS, tool_choice=allowed_tools("auto", ("function", "clock")))
+    assert error["message"] == "'tool_choice': there is no tool 'clock'"
+
+
+def test_a_custom_tools_input_matches_its_grammar(thinking: Served) -> None:
+    says(thinking, FIX)
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: A+\nA: /a/"}
+    answer = ask(thinking, tools=[{**PATCH, "format": form}, WEATHER])
+    assert answer.output[0].to_dict()["input"] == "a"
+    for text in (FIX, CALL, "It rains."):
+        assert allows(thinking, text)
+    assert not allows(thinking, call_text("patch", '{"input": "b"}'))
+    form = {**form, "definition": "start: A+\nA: /a(/"}
+    message = refused(thinking, tools=[{**PATCH, "format": form}])["message"]
+    assert message == "'tools': tool 'patch': line 2, column 7: a group is not closed"

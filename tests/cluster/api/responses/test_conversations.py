@@ -186,11 +186,16 @@ def test_an_answer_comes_even_if_it_cannot_be_kept(
     answers = [ask(served).to_dict(), stream(served)[-1]["response"]]
     for answer in answers:
         assert (answer["status"], answer["store"]) == ("completed", False)
+        (warning,) = answer["warnings"]
+        assert warning["code"] == "not_stored"
+        assert "database or disk is full" in warning["message"]
         assert answer["output"][0]["content"][0]["text"] == ANSWER
     monkeypatch.setattr(served.router, "delay_s", 0.2)  # it is not answered before it is cancelled
     response = post(served, background=True)
     assert response.status_code == 503
-    assert response.json()["error"]["message"] == "Responses cannot be stored now"
+    message = response.json()["error"]["message"]
+    assert message.startswith("Responses cannot be stored now: ")
+    assert "database or disk is full" in message
     served.wait_idle()
     assert [submit.request_id for submit in served.router.submits[2:]] == served.router.cancels
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cluster.api.responses.schema import CUSTOM_INPUT, UNREADABLE
+from kvrelay.cluster.api.output.custom_input import INPUT
+from kvrelay.cluster.api.responses.schema import UNREADABLE
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 from tests.cluster.api.responses.asking import ASK, PATCH, PATH, WEATHER, ask, post, refused, user
 from tests.cluster.api.tools.templates import CALL, OSLO, THOUGHT, call_text, prompt, says
@@ -99,7 +100,7 @@ def test_a_custom_tool_and_its_output(thinking: Served) -> None:
         {"type": "custom_tool_call_output", "call_id": "a", "output": "done"},
     ]
     read_back = read(thinking, items, tools=[PATCH])
-    assert call_text("patch", f'{{"{CUSTOM_INPUT}": "say \\"é\\""}}') in read_back
+    assert call_text("patch", f'{{"{INPUT}": "say \\"é\\""}}') in read_back
     assert "<|im_start|>tool\ndone<|im_end|>" in read_back
 
 

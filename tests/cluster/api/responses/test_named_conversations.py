@@ -214,6 +214,20 @@ def test_an_answer_says_that_its_conversation_lacks_it(
     assert "warnings" not in ask(served, conversation=name).to_dict()
 
 
+def test_an_answer_that_is_larger_than_what_is_kept_says_so(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The youngest go last, but one that is more than all of its tenant's share has no place."""
+    name = begin(served, user("Hi"))
+    monkeypatch.setattr("kvrelay.cluster.api.responses.store.MAX_BYTES", 300)
+    monkeypatch.setattr("kvrelay.cluster.api.responses.store.MAX_MEMORY_BYTES", 300)
+    answer = ask(served, "word " * 100, conversation=name).to_dict()
+    codes = [warning["code"] for warning in answer["warnings"]]
+    assert (answer["store"], codes) == (False, ["not_in_conversation", "not_stored"])
+    assert "larger than its tenant's share" in answer["warnings"][1]["message"]
+    assert served.http.get(f"{PATH}/{answer['id']}").status_code == 404
+
+
 def test_each_call_about_what_is_stored_counts_as_a_request(tokenizer: Tokenizer) -> None:
     red = TenantEntry("red", keys=("red-key",), requests_per_minute=1)
     context = {"tenants": Tenants.of((red,), b"a secret")}
