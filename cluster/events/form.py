@@ -20,7 +20,7 @@ MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "DISK"}
 NAME_BYTES = 8
 SEQ_BYTES = 8
 END = (-1).to_bytes(SEQ_BYTES, "big", signed=True)  # after the last batch of a replay
-MAX_BLOCKS = 1024  # of a batch
+MAX_BLOCKS = 1024  # in a batch
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -76,7 +76,7 @@ def batches(ts: float, rank: int, changes: Sequence[Change]) -> Iterator[bytes]:
 
 
 def _events(changes: Sequence[Change]) -> Iterator[KVCacheEvent]:
-    """Those that follow each other as one event."""
+    """One for blocks that follow each other."""
     run: list[Block] = []
     last: Change | None = None
     for change in changes:
@@ -98,7 +98,7 @@ def _goes_on(last: Change, change: Change) -> bool:
 
 
 def _event(change: Change, run: Sequence[Block]) -> KVCacheEvent:
-    """Of all blocks of `run` what `change` is of the last one."""
+    """What `change` says of the last block of `run`, said of all."""
     names, medium = [number_of(block.name) for block in run], MEDIUM[change.tier]
     if not change.is_stored:
         return BlockRemoved(names, medium)

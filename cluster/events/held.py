@@ -11,15 +11,16 @@ whose parent goes is removed with it, and comes again with it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvrelay.engine.kv.block_hash import unpack
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
 
-TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)  # of a worker; each has a bit in a mask
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)  # that a worker has for itself; each is a bit in a mask
 NUM_TIERS = len(TIERS)
 WORKER_MASK = (1 << NUM_TIERS) - 1
 SLICE = 256  # blocks between two pauses
@@ -33,7 +34,7 @@ class Origin:
     block_size: int
     lora_id: int | None = None
     lora_name: str | None = None
-    extra_keys: tuple[str, ...] = ()  # of blocks that are not everybody's
+    extra_keys: tuple[str, ...] = ()  # what makes blocks not everybody's
     num_public_blocks: int = 0  # from the first one on, they are
 
 
@@ -46,6 +47,7 @@ class Block:
     tokens: bytes  # as array("I") writes them
     origin: Origin
     extra_keys: tuple[str, ...]
+    depth: int  # blocks above it
     held: int = 0
     published: int = 0
     children: set[Block] = field(default_factory=set)
@@ -70,9 +72,9 @@ class PublishedBlocks:
         self._max_blocks, self._pause = max_blocks, pause
         self._blocks: dict[bytes, Block] = {}
         self._unnamed: dict[bytes, int] = {}  # held, and nobody has said what their tokens are
-        self._dirty: dict[Block, None] = {}
-        self.numbers: dict[NodeId, int] = {}  # of workers that have said something
-        self._idle: set[NodeId] = set()  # of those, whose numbers others get if they say no more
+        self._dirty: dict[Block, bool] = {}  # as a set that keeps its order; all False
+        self.numbers: dict[NodeId, int] = {}  # by worker, as soon as it has said something
+        self._idle: set[NodeId] = set()  # others get their numbers if they say no more
         self._changes: dict[int, list[Change]] = {}
 
     def changed(self, worker: NodeId, tier: Tier, stored: bytes, removed: bytes) -> None:
@@ -86,7 +88,7 @@ class PublishedBlocks:
                 self._unnamed[name] = self._unnamed.get(name, 0) | bit
             elif not block.held & bit:
                 block.held |= bit
-                self._dirty[block] = None
+                self._dirty[block] = False
         for name in unpack(removed):
             block = self._blocks.get(name)
             if block is None:
@@ -94,7 +96,7 @@ class PublishedBlocks:
                     self._unnamed[name] = left
             elif block.held & bit:
                 block.held &= ~bit
-                self._dirty[block] = None
+                self._dirty[block] = False
         while len(self._unnamed) > self._max_blocks:
             del self._unnamed[next(iter(self._unnamed))]
 
@@ -107,7 +109,7 @@ class PublishedBlocks:
         for at, block in enumerate(self._blocks.values()):
             if block.held & mask:
                 block.held &= ~mask
-                self._dirty[block] = None
+                self._dirty[block] = False
             if at % SLICE == SLICE - 1:
                 self._pause()
         left = ((name, held & ~mask) for name, held in self._unnamed.items())
@@ -129,11 +131,11 @@ class PublishedBlocks:
                 keys = () if at < origin.num_public_blocks else origin.extra_keys
                 own = array("I", tokens[at * size : (at + 1) * size]).tobytes()
                 held = self._unnamed.pop(name, 0)
-                block = self._blocks[name] = Block(name, parent, own, origin, keys, held)
+                block = self._blocks[name] = Block(name, parent, own, origin, keys, at, held)
                 if parent is not None:
                     parent.children.add(block)
                 if held:
-                    self._dirty[block] = None
+                    self._dirty[block] = False
             chain.append(block)
             parent = block
         for block in reversed(chain):  # used last, and each before its parent
@@ -146,11 +148,18 @@ class PublishedBlocks:
         """By worker, with its number: what has to be published, in this order."""
         names = {number: worker for worker, number in self.numbers.items()}
         devices = self._device_mask()
-        while self._dirty:
-            self._pause()
-            for block in list(self._dirty)[:SLICE]:
-                self._dirty.pop(block, None)
-                self._settle(block, devices)
+        due = [(block.depth, id(block), block) for block in self._dirty]
+        heapify(due)
+        num_done = 0
+        while due:  # parents first: so that what is above a block changes no more
+            _, _, block = heappop(due)
+            if self._dirty.pop(block, True):
+                continue
+            for child in self._settle(block, devices):
+                heappush(due, (child.depth, id(child), child))
+            num_done += 1
+            if num_done % SLICE == 0:
+                self._pause()
         changes, self._changes = self._changes, {}
         for worker in self._idle:
             del self.numbers[worker]
@@ -205,12 +214,12 @@ class PublishedBlocks:
         anywhere = (above | above >> 1 | above >> 2) & devices
         return block.held & (above & devices | anywhere << 1 | anywhere << 2)
 
-    def _settle(self, block: Block, devices: int) -> None:
-        """Publish what has changed of a block; what is below it is dirty then."""
+    def _settle(self, block: Block, devices: int) -> Iterable[Block]:
+        """Publish what has changed of a block. Returns what is dirty now: what is below it."""
         wanted = self._wanted(block, devices)
         changed = wanted ^ block.published
         if not changed:
-            return
+            return ()
         block.published = wanted
         while changed:
             place = (changed & -changed).bit_length() - 1
@@ -218,8 +227,8 @@ class PublishedBlocks:
             number, tier = divmod(place, NUM_TIERS)
             change = Change(block, TIERS[tier], bool(wanted >> place & 1))
             self._changes.setdefault(number, []).append(change)
-        for child in block.children:
-            self._dirty[child] = None
+        self._dirty.update(dict.fromkeys(block.children, False))
+        return block.children
 
     def _forget(self, block: Block) -> None:
         """Its tokens, and so all that was published of it."""
@@ -233,6 +242,26 @@ class PublishedBlocks:
             self._unnamed[block.name] = held
 
 
-def _in_order(changes: list[Change]) -> list[Change]:
-    """Device memory first, so that blocks that follow each other go into one event."""
-    return sorted(changes, key=lambda change: change.tier is not Tier.DEVICE)
+def _in_order(changes: Sequence[Change]) -> list[Change]:
+    """Those of one worker, each after what it needs, and blocks of a chain together, so that they
+    go into one event."""
+    stored = [change for change in changes if change.is_stored]
+    device = [change for change in stored if change.tier is Tier.DEVICE]
+    lower = [change for change in stored if change.tier is not Tier.DEVICE]
+    removed = [change for change in changes if not change.is_stored]
+    return [*removed, *_by_chain(device), *_by_chain(lower)]
+
+
+def _by_chain(stored: Sequence[Change]) -> Iterator[Change]:
+    own: dict[Block, list[Change]] = {}
+    below: dict[Block | None, list[Block]] = {}
+    for change in stored:
+        block = change.block
+        if block not in own:
+            below.setdefault(block.parent, []).append(block)
+        own.setdefault(block, []).append(change)
+    due = [block for block in own if block.parent not in own]
+    while due:
+        block = due.pop()
+        yield from own[block]
+        due += below.get(block, ())

@@ -129,8 +129,8 @@ class EventPublisher:
     def __init__(
         self, settings: EventsSection, router: NodeId, number: int, most_workers: int
     ) -> None:
-        """`number` of the router. `most_workers`: how many workers there may be: what a router before this
-        one has said of these counts no more."""
+        """`number` of the router. `most_workers`: that there may be: what a router before this one
+        has said of so many counts no more."""
         self.settings, self._router = settings, router
         self._endpoint = endpoint_of(settings.endpoint, number)
         self._replay_endpoint = endpoint_of(settings.replay_endpoint, number)
@@ -147,7 +147,7 @@ class EventPublisher:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
     def source(self, model: str, name_of: Callable[[Need], str]) -> CacheEvents:
-        """For the router of a model."""
+        """Returns what the router of a model is to call."""
         self._sources.append(CacheEvents(self, model, name_of))
         return self._sources[-1]
 
@@ -162,7 +162,7 @@ class EventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Blocks for a moment."""
+        """Ends the thread. Blocks for a moment."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)

@@ -1,4 +1,4 @@
-"""Settings of KV events."""
+"""The settings: where KV events are published, and how much of them is kept."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class EventsSection(Section, frozen=True):
     buffer_steps: Positive = 10_000  # batches that are kept for that
     hwm: Positive = 10_000  # batches that wait for a subscriber; it loses those that come then
     max_blocks: Positive = 100_000  # whose tokens are known; the least recently used is forgotten
-    salt_prefix: str = ""  # of the extra key that stands for a tenant's salt
+    salt_prefix: str = ""  # the extra key that stands for a tenant's salt begins so

@@ -24,7 +24,7 @@ Place = tuple[str, Tier]
 
 
 def chain_to(block: int) -> list[int]:
-    """From the root on."""
+    """The blocks from the root down to it."""
     parent = PARENTS[block]
     return [*([] if parent is None else chain_to(parent)), block]
 
