@@ -4,6 +4,7 @@
     api                     HTTP, and nothing else of it anywhere
     control, scaling        which workers should live, and how many: pure
     processes               supervisor, controller, routers, and Ray (in `ray*` alone)
+    events                  what workers hold, for routers of others, as vLLM publishes it
     state                   what outlives them: SQLite, Redis, the lease of the leader
     cli, doctor, hosts      commands; what is wrong with a machine; machines by ssh
     orders                  what operators may order of a server, and who obeys

@@ -18,6 +18,7 @@ from msgspec import Meta, ValidationError, convert, field
 from msgspec.structs import asdict, fields, replace
 
 from kvrelay.cluster.config_checks import name_table, not_of_vllm
+from kvrelay.cluster.events.section import EventsSection
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
 from kvrelay.engine.settings import ConfigError as ConfigError
@@ -299,6 +300,7 @@ class Config(Section, frozen=True):
     api: ApiSection = ApiSection()
     tls: TlsSection = TlsSection()
     state: StateSection = StateSection()
+    events: EventsSection = EventsSection()
     cluster: ClusterSection = ClusterSection()
     router: RouterConfig = RouterConfig()
     scaling: ScalingConfig = ScalingConfig()

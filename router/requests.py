@@ -23,6 +23,7 @@ from kvrelay.router.admission.flow import QueueEntry
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Accepts, Dispatcher
 from kvrelay.router.explain import Explanations
+from kvrelay.router.index.watcher import CacheWatcher
 from kvrelay.router.messages import Failed, Output, Submit
 from kvrelay.router.placement.endpoint import Endpoint
 from kvrelay.router.record import (
@@ -55,6 +56,7 @@ class Requests:
         self._effects: list[Effect] = []
         self._ended: dict[str, NodeId] = {}  # id -> client; oldest first
         self.dispatcher = Dispatcher(config, router)
+        self.watcher: CacheWatcher | None = None
         self.replica_sync = ReplicaSync(self.dispatcher.index)
         self.totals = Totals()
         self.explanations = Explanations(config.max_decisions)
@@ -371,6 +373,14 @@ class Requests:
         for endpoint in attempt.workers:
             block_hashes = record.packed_hashes(endpoint.info)
             self._effects += self.replica_sync.announce(now, endpoint.info, block_hashes)
+        self._name(record, attempt)
+
+    def _name(self, record: RequestRecord, attempt: Attempt) -> None:
+        """Says what the tokens of blocks are, those of the output too, to who wants to know."""
+        if self.watcher is not None:
+            for info in {each.info.fingerprint: each.info for each in attempt.workers}.values():
+                named = bytes(record.packed_hashes(info))
+                self.watcher.named(record.submit, record.tokens, named, info.block_size)
 
     def _count_cached(self, record: RequestRecord, endpoint: Endpoint) -> None:
         assert record.num_cached_tokens is not None
@@ -436,6 +446,7 @@ class Requests:
             self.ended_turns.append((record, record.current))
         for attempt in record.under_way:
             self.dispatcher.release(attempt, record.request_id)
+            self._name(record, attempt)
         record.current = record.leaving = None
         units = units_done(record)
         self.queue.settle(record, units)

@@ -38,6 +38,7 @@ from kvrelay.router.admission.admission import IncomingCall
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.explain import Explanations
 from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.index.watcher import CacheWatcher
 from kvrelay.router.messages import (
     Cancel,
     DrainReport,
@@ -91,14 +92,16 @@ class Router:
         state: StateConfig | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         controller: NodeId = "",
+        watcher: CacheWatcher | None = None,
     ) -> None:
         """`sessions`: those of an earlier router, from a store. `clock`: wall time, to measure how
         long decisions take; nothing is decided by it. `controller`: gets reports of workers that
-        are silent or drain; "": no node."""
+        are silent or drain; "": no node. `watcher`: learns what workers hold."""
         self.node_id = node_id
         self._config = config or RouterConfig()
         self._requests = Requests(node_id, self._config, clock)
         self._dispatcher = self._requests.dispatcher
+        self._requests.watcher = self._dispatcher.index.watcher = watcher
         self._totals = self._requests.totals
         self._controller = controller
         self._ticked_at: float | None = None

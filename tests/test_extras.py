@@ -18,6 +18,7 @@ HIDDEN = (
     "opentelemetry.sdk",
     "opentelemetry.exporter",
     "aiohttp",
+    "zmq",
 )
 HIDE = f"import sys; sys.modules.update(dict.fromkeys({HIDDEN}))\n"
 KVRELAY = HIDE + "from kvrelay.cluster.cli.main import main; main()"
@@ -77,6 +78,10 @@ def test_a_plot_without_matplotlib_is_refused_before_the_replay(tmp_path: Path) 
         (
             "[cluster]\nray_dashboard_port = 8265",
             "aiohttp is not installed: pip install 'kvrelay[dashboard]'",
+        ),
+        (
+            "[events]\nendpoint = 'tcp://*:5557'",
+            "zmq is not installed: pip install 'kvrelay[events]'",
         ),
     ],
 )

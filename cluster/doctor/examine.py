@@ -60,6 +60,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
 
     return {
         "packages": packages,
+        "KV events": lambda: software.check_events(config.events, software.installed()),
         "CUDA": lambda: software.check_cuda(software.installed(), ROOT),
         "open files": open_files,
         "locked memory": locked,

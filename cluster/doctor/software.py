@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kvrelay.cluster.doctor.findings import Finding, fail, ok, skipped, warn
+from kvrelay.cluster.events.section import EventsSection
 
 
 def installed() -> dict[str, str]:
@@ -42,6 +43,24 @@ def check_packages(required: Iterable[str], versions: Mapping[str, str]) -> Find
             check, "; ".join(wrong), "pip install -c constraints.txt kvrelay, or make setup"
         )
     return ok(check, f"{num} of the wanted versions")
+
+
+def check_events(events: EventsSection, versions: Mapping[str, str]) -> Finding:
+    """They have the tokens of prompts, and no keys."""
+    check = "KV events"
+    if not events.endpoint:
+        return skipped(check, "events.endpoint is empty")
+    if "pyzmq" not in versions:
+        return fail(check, "pyzmq is missing", "pip install 'kvrelay[events]'")
+    given = [each for each in (events.endpoint, events.replay_endpoint) if each]
+    is_local = all(each.startswith(("ipc://", "tcp://127.", "tcp://localhost:")) for each in given)
+    if not is_local:
+        text = f"whoever reaches {' or '.join(given)} reads prompts"
+        return warn(check, text, "keep it within a network of its own: docs/events.md")
+    if not events.replay_endpoint:
+        text = "events.replay_endpoint is empty: what a subscriber misses, it never learns"
+        return warn(check, text, "set it: docs/events.md")
+    return ok(check, ", ".join(given))
 
 
 def check_cuda(versions: Mapping[str, str], root: Path) -> Finding:

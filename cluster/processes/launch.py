@@ -179,6 +179,8 @@ def settle(config: Config, on_progress: OnProgress) -> Config:
         require_extra("tracing", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     if config.tiers.object_bucket:
         require_extra("object", "botocore")
+    if config.events.endpoint:
+        require_extra("events", "zmq")
     if config.cluster.ray_dashboard_port:
         require_extra("dashboard", "aiohttp", "opencensus")
     return config

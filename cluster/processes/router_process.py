@@ -38,6 +38,7 @@ from kvrelay.cluster.control.process_messages import (
 )
 from kvrelay.cluster.control.routers import is_router
 from kvrelay.cluster.control.view import router_status
+from kvrelay.cluster.events.publisher import EventPublisher
 from kvrelay.cluster.processes.adapter_bases import check_change, model_names
 from kvrelay.cluster.processes.certificates import ends_of, follow_certificates, identity_of
 from kvrelay.cluster.processes.orders import ModelsUsed
@@ -66,6 +67,7 @@ from kvrelay.cluster.status import (
 )
 from kvrelay.engine.host import NodeHost, in_thread, keep_running
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.needs import Need
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.stats import Audit, AuditRequest, Role
 from kvrelay.engine.stderr import lines_dropped, num_open_files
@@ -115,6 +117,8 @@ class RouterProcess:
             self._show(identity_of(spec.config.tls))
         self.configs = spec.config.by_model()
         self._opened: dict[str, OpenedState] = {}
+        self._events = _publisher(spec)
+        self._adapter_names: dict[bytes, str] = {}  # by what they hold
         self.routers = ModelRouters({name: self._open(name) for name in spec.models})
         self.context: ApiContext | None = None  # once there is an API
         self._offers = asyncio.Lock()
@@ -139,6 +143,8 @@ class RouterProcess:
         spec = self._spec
         self._http_port = sock.getsockname()[1]
         host, port = await self.wire.listen(host)
+        if self._events is not None:
+            self._events.start()
         self._stores = ModelStores({name: each.executor for name, each in self._opened.items()})
         self.host.add(self.routers, self._stores)
         for name, opened in self._opened.items():
@@ -187,7 +193,8 @@ class RouterProcess:
         name = self.served_models[model].served_name
         opened = open_state(config, name, spec.cluster, spec.router, spec.routers, model)
         self._opened[model] = opened
-        return Router(
+        events = self._events.source(name, self._adapter_name) if self._events else None
+        router = Router(
             spec.router,
             _router_config(config),
             opened.sessions,
@@ -195,7 +202,18 @@ class RouterProcess:
             state=opened.state,
             clock=perf_counter,
             controller=CONTROLLER,
+            watcher=events,
         )
+        if events is not None:
+            events.index = router.index
+        return router
+
+    def _adapter_name(self, need: Need) -> str:
+        """What clients call it; "": nobody does any more."""
+        if need.digest not in self._adapter_names and self.context is not None:
+            every = self.context.adapters.every().items()
+            self._adapter_names = {each.digest: name for name, each in every}
+        return self._adapter_names.get(need.digest, "")
 
     def use_models(self, order: UseModels, answer: Callable[[ModelsUsed], None]) -> None:
         """Take others, as `ModelChanges` says."""
@@ -232,6 +250,8 @@ class RouterProcess:
             forget_model(self, name, contexts.get(name))
         for name in self.routers.routers.keys() - models.keys():
             self.host.deliver(self._spec.router, RemoveModel(name))
+            if self._events is not None:
+                self._events.drop(name)
             del self._opened[name], self.configs[name], self.served_models[name]
             if (store := self._stores.stores.pop(name)) is not None:
                 await asyncio.to_thread(store.close)
@@ -339,6 +359,8 @@ class RouterProcess:
             await self._tasks[0]
         for task in self._tasks:
             task.cancel()
+        if self._events is not None:
+            await asyncio.to_thread(self._events.close)
         await self.wire.close()
         await asyncio.to_thread(self.host.close)
 
@@ -523,6 +545,13 @@ class RouterProcess:
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_result(error)
+
+
+def _publisher(spec: RouterProcessSpec) -> EventPublisher | None:
+    events, most = spec.config.events, spec.config.most_workers
+    if not events.endpoint:
+        return None
+    return EventPublisher(events, spec.router, int(spec.router.rpartition("-")[2]), most)
 
 
 def _router_config(config: Config) -> RouterConfig:

@@ -35,6 +35,7 @@ from kvrelay.engine.kv.block_hash import HASH_BYTES, unpack
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.kv.tier import Tier, TierHashes
 from kvrelay.engine.node import NodeId
+from kvrelay.router.index.watcher import CacheWatcher
 from kvrelay.router.native.bindings import address_of, bindings, constants, ffi
 
 Hashes = bytes | bytearray | memoryview  # packed
@@ -294,6 +295,7 @@ class PrefixIndex:
         """Told which slot of the table a worker has from now on; None: none any more."""
         self.on_store: Callable[[bytes, int], None] = lambda kind, slot: None
         """Told which slot of the table the object store of workers of a kind has."""
+        self.watcher: CacheWatcher | None = None
 
     def add(self, worker: NodeId, epoch: int, group: int = 0, kind: bytes = b"") -> None:
         """Begin to follow `worker`, if it is not followed: it is due to be asked for a snapshot.
@@ -317,6 +319,7 @@ class PrefixIndex:
             self.on_slot(worker, None)
             del self.slots[view.slot]
             self.table.close(view.slot)
+            self._forget(worker)
             self._lagging.pop(worker, None)
             if view.kind in self.stores and all(v.kind != view.kind for v in self.views.values()):
                 self.table.close(self.stores.pop(view.kind))
@@ -343,7 +346,10 @@ class PrefixIndex:
                     continue
                 self._store(view, change.tier, b"".join(change.stored))
                 slot, fact = self._place_of(view, change.tier)
-                self.table.change(slot, b"".join(change.removed), drop=fact)
+                removed = b"".join(change.removed)
+                self.table.change(slot, removed, drop=fact)
+                if self.watcher is not None and change.tier is not Tier.OBJECT:
+                    self.watcher.changed(view.worker, change.tier, b"", removed)
             view.seq = events.seq
         self._check_gap(view)
         return self._ask(now, view)
@@ -362,6 +368,7 @@ class PrefixIndex:
                 self._take_new_slot(view)
             elif num_said:
                 self.table.drop_all(view.slot, SAID)
+                self._forget(worker)
             for tier, block_hashes in tiers.items():
                 if block_hashes:
                     self._store(view, tier, block_hashes)
@@ -437,6 +444,12 @@ class PrefixIndex:
         slot, fact = self._place_of(view, tier)
         if tier is not Tier.OBJECT or self.table.held(slot, fact) < MAX_STORED:
             self.table.change(slot, block_hashes, add=fact)
+        if self.watcher is not None and tier is not Tier.OBJECT:
+            self.watcher.changed(view.worker, tier, block_hashes, b"")
+
+    def _forget(self, worker: NodeId) -> None:
+        if self.watcher is not None:
+            self.watcher.forgotten(worker)
 
     def _place_of(self, view: _View, tier: Tier) -> tuple[int, int]:
         """The slot and the fact by which the table knows what this worker has in a tier. What it
@@ -484,3 +497,4 @@ class PrefixIndex:
         view.slot = self.table.open(view.group)
         self.slots[view.slot] = view
         self.on_slot(view.worker, view.slot)
+        self._forget(view.worker)

@@ -50,7 +50,7 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ("[engine]\nblock_sice = 16", "engine.block_sice is not a setting; did you mean block_siz"),
         (
             "[motor]\nx = 1",
-            "motor is not a setting; there are adapters, api, cluster, engine, log, model",
+            "motor is not a setting; there are adapters, api, cluster, engine, events, log, model",
         ),
         ("engine = 3", "engine = 3: expected a table"),
         ('[engine]\nblock_size = "16"', "engine.block_size = '16': expected a whole number"),

@@ -332,3 +332,19 @@ def test_a_bucket_that_does_not_answer_as_it_should_is_found(
         is_fault(disk.check_object_tier(tiers, 1), "403 InvalidAccessKeyId", "object_bucket")
         file.unlink()
         is_fault(disk.check_object_tier(tiers, 1), "no credentials can be read", "object_bucket")
+
+
+def test_kv_events_that_others_can_read_or_that_have_no_replay() -> None:
+    def check(versions: dict[str, str], **events: str) -> Finding:
+        return software.check_events(settings(events=events).events, versions)
+
+    here, there = "tcp://127.0.0.1:5557", "tcp://*:5557"
+    is_well(check({}), check({"pyzmq": "27"}, endpoint=here, replay_endpoint="ipc:///run/replay"))
+    is_fault(check({}, endpoint=here), "pyzmq is missing", "kvrelay[events]")
+    is_fault(check({"pyzmq": "27"}, endpoint=here), "replay", "set it", Verdict.WARN)
+    is_fault(
+        check({"pyzmq": "27"}, endpoint=there, replay_endpoint=here),
+        there,
+        "network of its own",
+        Verdict.WARN,
+    )
