@@ -55,10 +55,10 @@ ONE, TWO, THREE, FOUR, PEER = "one pool", "1 + 1", "1 + 2", "2 + 2", "vLLM"
 
 
 def ours(
-    prefill: int, decode: int, more: Mapping[str, Any]
+    prefill: int, decode: int, more: Mapping[str, Any], kv_gib: float = KV_GIB
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Default settings; the memory for KV is divided among the workers."""
-    settings = {"engine.kv_cache_gib": KV_GIB / (prefill + decode), **more}
+    settings = {"engine.kv_cache_gib": kv_gib / (prefill + decode), **more}
     return lambda: Served(settings, "--prefill", str(prefill), "--decode", str(decode))
 
 
@@ -74,11 +74,13 @@ def by_vllm(python: Path, *, eager: bool) -> dict[str, Any]:
     }
 
 
-def peer(python: Path, *, eager: bool) -> Callable[[], AbstractContextManager[Any]]:
+def peer(
+    python: Path, *, eager: bool, kv_gib: float = KV_GIB
+) -> Callable[[], AbstractContextManager[Any]]:
     """Starts it with as much KV memory, in bfloat16, on both cores."""
     path = resolve_model(MODEL, progress=lambda _: None)
     per_token = read_config(path).kv_spec(16, "bfloat16").bytes_per_token
-    kv_tokens = int(KV_GIB * 2**30) // per_token
+    kv_tokens = int(kv_gib * 2**30) // per_token
     setup = VllmSetup(python, path, MODEL, kv_tokens, 8192, "bfloat16", eager=eager)
     return lambda: VllmServed(setup)
 

@@ -65,11 +65,12 @@ class RequestTiming:
 
     sent_at: float
     ended_at: float = 0.0
-    chunk_at: list[float] = field(default_factory=list)  # chunks with text
+    chunk_at: list[float] = field(default_factory=list)  # chunks with text or tokens
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)  # of the answer, where they are asked for
     usage: dict[str, Any] = field(default_factory=dict)  # as the server sent it
     error: str | None = None
     request_id: str = ""  # as the server calls it
@@ -204,8 +205,12 @@ class Client:
                 return
             if chunk.get("usage"):
                 _count_usage(chunk["usage"], timing)
-            if text := "".join(_text_of(choice) for choice in chunk.get("choices", [])):
+            choices = chunk.get("choices", [])
+            text = "".join(_text_of(choice) for choice in choices)
+            ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+            if text or ids:
                 timing.text += text
+                timing.token_ids += ids
                 timing.chunk_at.append(self.now())
         if not is_done:
             timing.error = "stream cut off"

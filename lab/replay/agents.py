@@ -97,7 +97,7 @@ def are_sessions(path: Path) -> bool:
 
 def read_sessions(path: Path, draw: Draw) -> Trace:
     """Raises TraceError."""
-    there = sum(1 for _ in _texts(path))
+    there = sum(1 for _ in texts_of(path))
     rng = np.random.default_rng(draw.seed)
     wanted = there if draw.sessions is None else draw.sessions
     drawn: list[int] = []
@@ -105,7 +105,7 @@ def read_sessions(path: Path, draw: Draw) -> Trace:
         drawn += map(int, rng.permutation(there)[: wanted - len(drawn)])
     chosen = set(drawn)
     read: dict[int, _Session] = {}
-    for number, (file, line, text) in enumerate(_texts(path)):
+    for number, (file, line, text) in enumerate(texts_of(path)):
         if number not in chosen:
             continue
         try:
@@ -133,7 +133,7 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _texts(path: Path) -> Iterator[tuple[Path, int, str]]:
+def texts_of(path: Path) -> Iterator[tuple[Path, int, str]]:
     """Sessions as text, with file and line."""
     for file in _files(path):
         with opened(file) as stream:

@@ -1,0 +1,1 @@
+"""Sessions of real coding agents, scaled to the machine, through real servers."""
