@@ -18,15 +18,23 @@ KNOWN = "x-claude-code-session-id x-session-affinity session-id"
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def with_session(plan: Plan, request: Any, headers: Mapping[str, str], names: str) -> Plan:
-    """`names`: of the headers that count, the first that is there; "auto": those of `KNOWN`."""
+def session_in(request: Any, headers: Mapping[str, str], names: str) -> str:
+    """The session that a request names, itself or by a header; "": none. `names`: of the headers
+    that count, the first that is there; "auto": those of `KNOWN`."""
+    own = getattr(request, "prompt_cache_key", None)
+    if own or not getattr(request, "tools", None):
+        return own or ""
     names = KNOWN if names == "auto" else names
+    given = next((headers[name] for name in names.split() if name in headers), "")
+    return given if _NAME.fullmatch(given) else ""
+
+
+def with_session(plan: Plan, request: Any, headers: Mapping[str, str], names: str) -> Plan:
+    """The plan with the session of an agent's header. `names`: as of `session_in`."""
     first, last = plan.choices[0], plan.choices[-1]
     has_several_prompts = last.prompt != first.prompt
-    if first.session is not None or has_several_prompts or not getattr(request, "tools", None):
-        return plan
-    given = next((headers[name] for name in names.split() if name in headers), "")
-    if not _NAME.fullmatch(given):
+    given = session_in(request, headers, names)
+    if first.session is not None or has_several_prompts or not given:
         return plan
     choices = (replace(first, session=given), *plan.choices[1:])
     return replace(plan, choices=choices, has_branches=True)
