@@ -32,8 +32,10 @@ from rich.progress import (
 from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.config_checks import require_extra
+from kvrelay.lab.replay.agents import Draw
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
-from kvrelay.lab.replay.readers import TraceError, read_trace
+from kvrelay.lab.replay.lines import TraceError
+from kvrelay.lab.replay.readers import read_trace
 from kvrelay.lab.replay.report import (
     Slo,
     Summary,
@@ -206,6 +208,29 @@ def _teller(progress: Progress, name: str) -> Callable[[float, float], None]:
     return tell
 
 
+def session_options(command: F) -> F:
+    """The options of a trace of sessions, for a command."""
+    above_0 = click.FloatRange(min=0, min_open=True)
+    for option in reversed(
+        (
+            click.option("--sessions", type=click.IntRange(min=1), help="Drawn by --seed."),
+            click.option("--start-rate", type=above_0, help="Sessions/s; default: all at once."),
+            click.option("--think-scale", type=click.FloatRange(min=0), help="Of think times."),
+            click.option("--max-input", type=click.IntRange(min=1), help="Of a session's prompts."),
+            click.option(
+                "--share-prompts", is_flag=True, help="Equally long system prompts are equal."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def draw_of(options: dict[str, Any]) -> Draw:
+    names = ("sessions", "start_rate", "think_scale", "max_input", "share_prompts", "seed")
+    return Draw(**{name: options[name] for name in names if options[name] is not None})
+
+
 SYNTHETIC = "synthetic:"
 GIB = 1 << 30
 DEFAULT_REQUESTS = 2_000
@@ -270,6 +295,7 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--rate", type=_ABOVE_0, help=f"Of synthetic:NAME, requests/s; default {DEFAULT_RATE:g}."
 )
+@session_options
 @click.option("--seed", type=_NONE_OR_MORE, default=0, show_default=True)
 @click.option("--faults", default="", metavar='"kill WORKER at S for S; ..."')
 @click.option("--ttft-slo-ms", type=_ABOVE_0, default=2000.0, show_default=True)
@@ -494,9 +520,15 @@ def load_traffic(traffic: str, options: dict[str, Any]) -> Trace:
                 "requests and --speedup makes them come faster"
             )
         try:
-            return read_trace(Path(traffic), limit)
+            trace = read_trace(Path(traffic), limit, draw_of(options))
         except TraceError as error:
             raise BadInputError(str(error)) from error
+        if trace.is_closed and (options["copies"] != 1 or options["speedup"] != 1):
+            raise BadInputError(
+                "--copies and --speedup are for arrivals that are fixed; of sessions there are "
+                "--sessions, --start-rate and --think-scale"
+            )
+        return trace
     name = traffic.removeprefix(SYNTHETIC)
     if name not in PRESETS:
         known = ", ".join(SYNTHETIC + each for each in PRESETS)

@@ -7,8 +7,10 @@ from __future__ import annotations
 import gc
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from kvrelay.engine.node import NodeId
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.stats import Role, RouterUp
 from kvrelay.lab.replay.config import Fault, ReplayConfig
-from kvrelay.lab.replay.runtime import ReplayRuntime
+from kvrelay.lab.replay.runtime import FIRST_OUTPUT_TOKEN, ReplayRuntime
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 from kvrelay.lab.replay.why import Watch, Why
 from kvrelay.lab.timing.timing import overheads_of
@@ -52,6 +54,9 @@ class Sample:
     refused_s: float | None = None
     retry_after_s: float | None = None
     why: Why | None = None  # if asked for
+    session: str | None = None
+    turn: int = 0
+    reusable: int = 0  # prompt tokens that an earlier request of the session has
 
 
 @dataclass(slots=True)
@@ -84,6 +89,8 @@ class ReplayResult:
     peak_rss_bytes: int
     retries: dict[str, int] = field(default_factory=dict)  # by cause
     counters: dict[str, float] = field(default_factory=dict)  # summed over workers
+    is_closed: bool = False  # requests waited for the answers of others
+    num_unasked: int = 0  # requests of sessions that a refusal had ended
 
 
 ROUTER: NodeId = "router-0"
@@ -116,8 +123,18 @@ class Replay:
         self._request_s = overheads_of(config.timing).request_s
         self.samples: list[Sample] = []
         self._open: dict[str, Sample] = {}
-        self._arrivals: Iterator[tuple[int, TraceRequest]] = enumerate(trace.requests)
+        numbered = enumerate(trace.requests)
+        self._arrivals: Iterator[tuple[int, TraceRequest]] = iter(
+            [each for each in numbered if not each[1].after]
+        )
+        self._unanswered = {n: len(each.after) for n, each in enumerate(trace.requests)}
+        self._next: defaultdict[int, list[int]] = defaultdict(list)  # by whom they wait for
+        for number, request in enumerate(trace.requests):
+            for before in request.after:
+                self._next[before].append(number)
+        self.num_unasked = 0
         self._num_ended = 0
+        self._is_closed = trace.is_closed
         self._next_unshared = UNSHARED
         self._load_times: list[float] = []
         self._loads: list[list[tuple[float, float, float]]] = []
@@ -214,6 +231,9 @@ class Replay:
             request.output_length,
             request.tenant,
             request.priority,
+            session=request.session,
+            turn=request.turn,
+            reusable=request.reusable,
         )
         self._open[request_id] = sample
         submit = Submit(
@@ -226,11 +246,30 @@ class Replay:
             scope=CacheScope(request.tenant.encode()) if request.tenant else UNSALTED,
             tenant=request.tenant,
             session=request.session,
+            has_branches=self._is_closed,
         )
         self.runtime.post(ROUTER, submit, self._request_s)
 
+    def _go_on(self, number: int, answered: bool) -> None:
+        """Whoever waited for request `number` sends its next one, after its think time. A session
+        ends with a request that was refused."""
+        runtime, requests = self.runtime, self.trace.requests
+        for each in self._next.pop(number, ()):
+            if each not in self._unanswered:
+                continue
+            self._unanswered[each] -= 1
+            if not answered:
+                del self._unanswered[each]
+                self._num_ended += 1
+                self.num_unasked += 1
+                self._go_on(each, False)
+            elif not self._unanswered[each]:
+                submit = partial(self._submit, each, requests[each])
+                runtime.call_at(runtime.now + requests[each].think_s, submit)
+
     def _tokens(self, request: TraceRequest) -> tuple[int, ...]:
-        """A block is its id, over and over: equal ids, equal tokens."""
+        """A block is its id, over and over: equal ids, equal tokens. Where an answer is part of it,
+        there are that answer's tokens."""
         size, length = self.trace.block_tokens, request.input_length
         ids = request.block_ids
         if not ids:
@@ -238,8 +277,13 @@ class Replay:
             ids = tuple(range(self._next_unshared, self._next_unshared + count))
             self._next_unshared += count
         tokens: list[int] = []
+        answers = self.trace.answers
         for block in ids:
             tokens += [block] * size
+            for part in answers.get(block, ()):
+                count, first = part.end - part.start, len(tokens) - size
+                answer = [FIRST_OUTPUT_TOKEN + part.request] * count
+                tokens[first + part.start : first + part.end] = answer
         return tuple(tokens[:length])
 
     def _on_answer(self, now: float, answer: Any) -> None:
@@ -263,6 +307,7 @@ class Replay:
     def _end(self, now: float, sample: Sample) -> None:
         del self._open[sample.request_id]
         self._num_ended += 1
+        self._go_on(int(sample.request_id[1:]), sample.refused is None)
         second_at = self.runtime.log.forget(int(sample.request_id[1:]))
         sample.second_s = None if second_at is None else second_at - sample.at_s
         decisions = self.router.explain(sample.request_id)
@@ -327,6 +372,8 @@ class Replay:
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             retries=dict(status.totals.retries),
             counters=counters,
+            is_closed=self._is_closed,
+            num_unasked=self.num_unasked,
         )
 
 

@@ -76,6 +76,7 @@ def summary(result: ReplayResult, slo: Slo = Slo(), model: str = "") -> Summary:
         "per_tenant": _shares(samples, slo, lambda sample: sample.tenant),
         "per_priority": _shares(samples, slo, lambda sample: sample.priority),
         **_why(done),
+        **_by_turn(result, done),
         "retries": dict(result.retries),
         "counters": dict(result.counters),
         "virtual_s": result.virtual_s,
@@ -89,6 +90,44 @@ def summary(result: ReplayResult, slo: Slo = Slo(), model: str = "") -> Summary:
 def _why(done: Sequence[Sample]) -> Summary:
     whys = [sample.why for sample in done if sample.why is not None]
     return {"why": summary_of(whys)} if whys else {}
+
+
+def _by_turn(result: ReplayResult, done: Sequence[Sample]) -> Summary:
+    """What agents' sessions have shown; of other traces nothing."""
+    if not result.is_closed:
+        return {}
+    sessions: defaultdict[str, list[Sample]] = defaultdict(list)
+    for sample in result.samples:
+        sessions[sample.session or sample.request_id].append(sample)
+    groups = {
+        "first": [sample for sample in done if not sample.turn],
+        "later": [sample for sample in done if sample.turn],
+    }
+    reusable = sum(sample.reusable for sample in done)
+    reused = sum(min(sample.reusable, sum(sample.cached.values())) for sample in done)
+    seconds = [
+        max(s.at_s + (s.e2e_s or s.refused_s or 0.0) for s in its) - min(s.at_s for s in its)
+        for its in sessions.values()
+    ]
+    gpu_s = len(result.load.workers) * result.virtual_s
+    return {
+        "turns": {
+            name: {
+                "requests": len(group),
+                "ttft_ms": _times(sample.ttft_s for sample in group),
+                **_reuse(group),
+            }
+            for name, group in groups.items()
+        },
+        "sessions": {
+            "sessions": len(sessions),
+            "unasked": result.num_unasked,  # turns of sessions that a refusal has ended
+            "seconds": _spread(seconds),
+            "gpu_s": gpu_s / len(sessions),  # of all workers, busy or not
+            "reusable_tokens": reusable,
+            "reused_share": _rate(reused, reusable),
+        },
+    }
 
 
 def _rate(amount: float, seconds: float) -> float | None:
@@ -320,6 +359,8 @@ def result_table(found: Summary) -> Group:
         table.add_column(part, justify="right", min_width=9)
     for key, name in _TIMES:
         table.add_row(name, *(_time(found[key][part]) for part in _SPREAD))
+    for name, group in found.get("turns", {}).items():
+        table.add_row(f"TTFT, {name}", *(_time(group["ttft_ms"][part]) for part in _SPREAD))
     parts: list[RenderableType] = [_title(found, found["policy"]), table, _facts(found)]
     for key, name in (("per_tenant", "tenant"), ("per_priority", "priority")):
         if len(found[key]) > 1:
@@ -392,6 +433,16 @@ def _named_facts(found: Summary) -> list[tuple[str, str]]:
         ("output", f"{_number(found['output_tokens_per_s'])} tokens/s"),
         ("prefix reuse", _percent(found["prefix_reuse"]) + (f": {tiers}" if tiers else "")),
     ]
+    if sessions := found.get("sessions"):
+        facts.append(
+            (
+                "sessions",
+                f"{sessions['sessions']:,}, of {_number(sessions['seconds']['mean'])} s in the mean"
+                f" and {_number(sessions['gpu_s'])} GPU-seconds; {sessions['unasked']:,} turns not"
+                f" asked; of {sessions['reusable_tokens']:,} tokens that were there before"
+                f" {_percent(sessions['reused_share'])} were reused",
+            )
+        )
     if error["median"] is not None:
         wrong = f"{_percent(error['median'])} (median), {_percent(error['p90'])} (p90)"
         facts.append(("prediction", f"of TTFT is off by {wrong}"))

@@ -13,7 +13,7 @@ conversation's earlier prompts and answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, islice, pairwise
@@ -34,16 +34,35 @@ class TraceRequest:
     tenant: str = ""
     priority: int = 0
     model: str = ""  # by its name; "": there is one
+    after: tuple[int, ...] = ()  # requests, by number, that end before it: it then waits `think_s`
+    think_s: float = 0.0
+    turn: int = 0  # of its agent; 0: the first
+    reusable: int = 0  # leading tokens that earlier requests of the closed loop have, or answers
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Tokens [start, end) of a block are part of the answer to a request."""
+
+    start: int
+    end: int
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival."""
+    """Requests in the order of their arrival; with `after` that is the published one."""
 
     name: str
     requests: tuple[TraceRequest, ...]
     block_tokens: int = 512
     notes: tuple[str, ...] = field(default=())  # what a reader had to mend, one line each
+    answers: Mapping[int, tuple[Answered, ...]] = field(default_factory=dict)  # in blocks, by id
+
+    @property
+    def is_closed(self) -> bool:
+        """Requests wait for the answers of others."""
+        return any(request.after for request in self.requests)
 
     @property
     def duration_s(self) -> float:

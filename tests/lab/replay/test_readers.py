@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.lab.replay.readers import TraceError, read_trace
+from kvrelay.lab.replay.lines import TraceError
+from kvrelay.lab.replay.readers import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -165,5 +166,5 @@ def test_what_is_no_trace_is_said_to_be_none(tmp_path: Path, content: bytes, wor
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nowhere: No such file"):
         read_trace(tmp_path / "nowhere")
-    with pytest.raises(TraceError, match="directory"):
+    with pytest.raises(TraceError, match="no file in it is called"):
         read_trace(tmp_path)
