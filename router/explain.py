@@ -79,6 +79,7 @@ class Explanation:
     cached_by_source: dict[str, int]
     recomputed: dict[str, int]  # as in TokenDelta
     drafts: tuple[int, int]  # accepted and rejected
+    waited_s: dict[str, float]  # in the router's queue, by `WaitsFor`
     attempts: list[Attempt]
     submitted_at: float
     first_token_at: float | None  # None: there was no token
@@ -124,6 +125,7 @@ class Explanations:
             cached_by_source=record.cached_by_source,
             recomputed=record.recomputed,
             drafts=record.drafts,
+            waited_s=record.waited_s,
             attempts=record.attempts,
             submitted_at=record.submitted_at,
             first_token_at=record.first_token_at,

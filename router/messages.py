@@ -53,6 +53,7 @@ class Submit(RequestSpec):
     session: str | None = None  # name of the session it is a turn of, unique within `tenant`
     has_branches: bool = False  # subagents use the same name: their prompts begin otherwise
     has_twins: bool = False  # so do other agents whose prompts begin alike
+    root: str = ""  # name of the agent that its session belongs to, with those of its subagents
     tenant: str = ""
     share: TenantShare = TenantShare()
     call: bytes = b""  # names the client's call; the same when it is repeated; b"": the tokens do

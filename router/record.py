@@ -62,6 +62,16 @@ class Cause(StrEnum):
     MIGRATED = "migrated"  # not a failure: the next attempt has taken over
 
 
+class WaitsFor(StrEnum):
+    """What a request waits for in the router's queue."""
+
+    TURN = "turn"  # others go first, or no worker is up
+    MEMORY = "memory"  # for its KV, at a worker
+    AGENT = "agent"  # prompts of its own agent, which others would have to wait for as well
+    DEADLINE = "deadline"  # workers have so much that it would not end in time beside it
+    TARGET = "target"  # a place where its first token is on time
+
+
 class RetainOn(StrEnum):
     """Which workers of an attempt retain the KV. Other copies are evicted first."""
 
@@ -172,6 +182,9 @@ class RequestRecord:
         default_factory=list
     )  # workers that failed it; used if no other is usable
     num_moves: int = 0
+    waited_s: dict[str, float] = field(default_factory=dict)  # in the queue, by `WaitsFor`
+    waits_for: str = ""  # while it is there
+    waits_since: float = 0.0
     next_move_at: float = 0.0  # not to be moved before
     clamped: bool = False
     fits: Sequence[WorkerInfo] | None = None  # on one of these, as was checked already
@@ -321,6 +334,14 @@ class RequestRecord:
     def enqueue(self, now: float) -> None:
         self.current = None
         self.queued_at = now
+        self.wait(now, WaitsFor.TURN)
+
+    def wait(self, now: float, what: str) -> None:
+        """From now on it waits for that; "": it has left the queue."""
+        if self.waits_for and now > self.waits_since:
+            waited_s = self.waited_s.get(self.waits_for, 0.0) + now - self.waits_since
+            self.waited_s[self.waits_for] = waited_s
+        self.waits_for, self.waits_since = what, now
 
     def dispatch(
         self,
@@ -331,6 +352,7 @@ class RequestRecord:
     ) -> Attempt:
         """Begin the next attempt, now."""
         assert self.current is None, f"{self.request_id} is dispatched already"
+        self.wait(now, "")
         self.current = Attempt(len(self.attempts) + 1, decode, prefill, now, fetch_from)
         self.current.num_tokens = len(self.tokens)
         self.current.fingerprint = decode.info.fingerprint

@@ -32,6 +32,7 @@ from kvrelay.router.record import (
     Cause,
     Rejection,
     RequestRecord,
+    WaitsFor,
     abort_messages,
     dispatch_messages,
 )
@@ -172,18 +173,24 @@ class Requests:
         record, blocked, dispatcher = entry.record, self._blocked, self.dispatcher
         blocked.count_passes(entry)
         is_due = entry.passes.are_over(now, record.deadline - record.submitted_at)
+        if record.waits_for is WaitsFor.AGENT and self.admission.has_prompt_at_workers(entry):
+            is_due = False  # nobody passes an agent that is being served
         if not is_due and blocked.lacks_memory(entry):
+            record.wait(now, WaitsFor.MEMORY)
             blocked.add(entry)
             return None
         if not is_due and not self.admission.may_send(record):
             self._is_held_back = True
+            record.wait(now, WaitsFor.DEADLINE)
             blocked.add(entry, is_held_back=True)
             return None
         attempt = self._place(now, record, self.admission.accepts, patient=is_due)
         if attempt is None:
+            found = dispatcher.found_room
+            record.wait(now, self.admission.waits_for if found else WaitsFor.MEMORY)
             if (least := dispatcher.no_room_for(record)) is not None:
                 blocked.no_memory_for(least, is_low=entry.is_low)
-            blocked.add(entry, is_held_back=dispatcher.found_room)
+            blocked.add(entry, is_held_back=found)
         return attempt
 
     def _place(
@@ -239,6 +246,7 @@ class Requests:
             self.room_changed |= self._is_held_back
             if record.first_token_at is None:
                 record.first_token_at = now
+                self.queue.on_first_token(record)
                 self.admission.on_work(record, computed_tokens(record))
             self.start(now, record, attempt)
             if record.is_suspect and len(record.tokens) - attempt.num_tokens >= CLEARED_TOKENS:
@@ -441,6 +449,7 @@ class Requests:
         self.send(submit.reply_to, failed)
 
     def _forget(self, record: RequestRecord, outcome: FinishReason | Refusal) -> None:
+        record.wait(self.now, "")
         self.explanations.add(self.now, record, outcome)
         if record.submit.session is not None:
             self.ended_turns.append((record, record.current))

@@ -89,6 +89,7 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
         "phases": [asdict(phase) for phase in choice.phases],
         "prediction": _prediction_json(explanation),
         "recomputed_tokens": {} if explanation is None else explanation.recomputed,
+        "waited_for": {} if explanation is None else explanation.waited_s,
         "draft_tokens": {} if explanation is None else draft_tokens(*explanation.drafts),
         "attempts": [] if explanation is None else [_attempt(a) for a in explanation.attempts],
     }

@@ -20,6 +20,13 @@ from kvrelay.router.explain import seconds_text
 from kvrelay.router.placement.cost import TERMS
 
 BAR = 24  # characters for the whole of a request's time
+WAITED_FOR = {  # as `router.record.WaitsFor`
+    "turn": "its turn, or a worker",
+    "memory": "KV memory of a worker",
+    "agent": "prompts of its own agent at the workers",
+    "deadline": "less work at the workers, to end in time",
+    "target": "a place where its first token is on time",
+}
 
 
 @click.command()
@@ -71,6 +78,7 @@ def explanation(answer: dict[str, Any]) -> Group:
     """All that is known of one request."""
     parts: list[Any] = [line(text) for text in _head(answer)]
     parts += map(Text, _prefix(answer.get("prefix")))
+    parts += map(Text, _waited(answer.get("waited_for", {})))
     parts += map(Text, _recomputed(answer.get("recomputed_tokens", {})))
     parts.append(phases_table(answer))
     for attempt in answer["attempts"]:
@@ -103,6 +111,11 @@ def _head(answer: dict[str, Any]) -> Iterator[str]:
             f"from the decision to the first token: {seconds_text(prediction['real_s'])}, predicted"
             f" {seconds_text(prediction['predicted_s'])} ({prediction['relative_error']:.0%} off)"
         )
+
+
+def _waited(seconds: dict[str, float]) -> Iterator[str]:
+    for what, waited_s in sorted(seconds.items(), key=lambda each: -each[1]):
+        yield f"queued for {seconds_text(waited_s)}: waits for {WAITED_FOR.get(what, what)}"
 
 
 def _prefix(found: dict[str, Any] | None) -> Iterator[str]:

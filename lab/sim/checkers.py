@@ -337,7 +337,7 @@ class _Crowd:
         assert self._queue is not None
         flows = [flow for level in self._queue.levels for flow in level.flows.values()]
         if self._of_callers:
-            callers = [each for flow in flows for each in flow.callers.values() if each]
+            callers = [each for flow in flows for each in flow.members.values() if each]
             return {each.name: each.start for each in callers}
         return {flow.tenant: flow.start for flow in flows}
 

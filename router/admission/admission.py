@@ -34,7 +34,7 @@ from kvrelay.engine.request import Refusal
 from kvrelay.engine.service_class import ServiceClass
 from kvrelay.engine.shares import may_take, reserve_of
 from kvrelay.router.admission.fair_queue import FairQueue, seen_by
-from kvrelay.router.admission.flow import Flow, Level
+from kvrelay.router.admission.flow import Flow, Level, QueueEntry
 from kvrelay.router.admission.reservations import (
     MAX_RETRY_AFTER_S,
     ClientKey,
@@ -44,7 +44,7 @@ from kvrelay.router.admission.reservations import (
 from kvrelay.router.averages import Average, DrainRate
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Submit
-from kvrelay.router.record import Rejection, RequestRecord
+from kvrelay.router.record import Rejection, RequestRecord, WaitsFor
 from kvrelay.router.traffic import Traffic
 
 FIRST_TOKEN_SHAPE = (0.05, 1.0)  # a first token takes as long as 200 of the prompt's, and those
@@ -211,6 +211,7 @@ MAX_STAY = 0.35  # share of a timeout, for all work that is at the workers; the 
 MIN_RUNNING = 4  # so many requests may always be at the workers
 MARGIN = 0.1  # share of a timeout, since predictions are not exact
 ON_TIME = 0.95  # share of router.ttft_target_s, for predictions that are a little off
+MAX_AGENT_QUEUE_S = 0.5  # in prompts at a worker, for an agent that has prompts at workers
 MAX_QUEUE = 0.25  # share of it, in prompts at a worker; the rest waits in the router
 LEAST_FREE = 0.3  # share of a worker's KV memory, for those that are on time
 RESERVED_WAIT = 1.25  # times max_queue_wait_s: for clients with a reservation
@@ -228,6 +229,7 @@ class IncomingCall:
     max_tokens: int
     timeout_s: float
     caller: str = ""  # as `Submit.caller`
+    root: str = ""  # as `Submit.root`
 
 
 class Admission:
@@ -245,6 +247,7 @@ class Admission:
         )
         self._drain = self._estimates.drain
         self._no_worker_since: float | None = None
+        self.waits_for = WaitsFor.TARGET  # why the last one was not accepted
 
     def on_queue_changed(self, now: float, *, has_workers: bool) -> None:
         """Whether requests wait, or are served, may have changed."""
@@ -325,9 +328,17 @@ class Admission:
         """Whether `record` goes where its first token would take `ttft_s` and wait for `queue_s` of
         other prompts, and this share of the KV memory is free. Queues at workers stay short, so
         that the order is decided here. One whose first token cannot be on time any more lets
-        others go first, and leaves them memory."""
+        others go first, and leaves them memory. An agent that has prompts at workers sends no more
+        where they would queue: they would be in the way of another agent's next turn there, however
+        the queue here is ordered."""
         target_s, entry = self._config.ttft_target_s, self._queue.entry(record)
-        if not target_s or entry.is_charged:
+        if entry.is_charged:
+            return True
+        self.waits_for = WaitsFor.AGENT
+        if queue_s > MAX_AGENT_QUEUE_S and self.has_prompt_at_workers(entry):
+            return False
+        self.waits_for = WaitsFor.TARGET
+        if not target_s:
             return True
         if queue_s > target_s * MAX_QUEUE:
             return False
@@ -338,6 +349,11 @@ class Admission:
             return True
         self._queue.put_late(record)
         return len(self._queue) == 1 and free >= LEAST_FREE
+
+    def has_prompt_at_workers(self, entry: QueueEntry) -> bool:
+        """Whether one of its agent's is there and has no first token. What belongs to no session is
+        no agent's."""
+        return bool(entry.agent.name and self._queue.num_prefilling[entry.agent.key])
 
     def redeem(self, now: float, record: RequestRecord) -> bool:
         """Whether `record`, which has just come, was told to come back now (Retry-After)."""
@@ -350,9 +366,7 @@ class Admission:
         level, flow = self._queue.find(call.priority, call.tenant)
         if level is None or not flow:
             return None
-        caller = flow.callers.get(call.caller)
-        own = (0.0, 0) if caller is None else (caller.units, len(caller))
-        own_units, num_own = flow.ahead(call.caller, *own)
+        own_units, num_own = flow.before(call.caller, call.root)
         newcomer = Newcomer(
             client=(call.priority, call.tenant, call.name),
             level=level,
@@ -408,13 +422,14 @@ class Admission:
             for flow in level.flows.values():
                 if not flow:
                     continue
-                who = self._newcomer(now, flow.newest)
+                newest = flow.newest.record
+                who = self._newcomer(now, newest)
                 wait_s = self._estimates.wait_s(who)
                 if wait_s is None or wait_s <= self._allowed_s(who, RESERVED_WAIT, margin=0.0):
                     continue
-                waited_s = now - flow.newest.queued_at
+                waited_s = now - newest.queued_at
                 detail = f"queued for {waited_s:.1f} s, and it would wait for {wait_s:.1f} s more"
-                return flow.newest, self._refusal(now, who, Refusal.OVERLOADED, detail)
+                return newest, self._refusal(now, who, Refusal.OVERLOADED, detail)
         return None
 
     def overdue(self, now: float, record: RequestRecord, *, has_workers: bool) -> Rejection | None:
@@ -468,8 +483,7 @@ class Admission:
         """`record` waits already: it is judged as if it came now."""
         entry = self._queue.entry(record)
         flow, caller = entry.flow, entry.caller
-        own_units = max(0.0, caller.units - entry.units)
-        own_units, num_own = flow.ahead(caller.name, own_units, len(caller) - 1)
+        own_units, num_own = flow.before(caller.name, entry.agent.name, entry)
         return Newcomer(
             client=_client(record.submit),
             level=entry.level,

@@ -3,8 +3,9 @@
 A router tries its queue in order. What no worker has memory for stays, and of those behind it only
 such are tried as need less: no prompt is looked up twice to learn that the memory is full. Whose
 they are makes no difference, so one tenant's large requests stop neither its own short ones nor
-those of others. What waits for another reason than memory keeps its order: after a few of a caller
-none of it is tried, and after a few callers of a tenant none of that."""
+those of others. What waits for another reason than memory keeps its order: after a few of an agent
+none of it is tried, after a few agents of a caller none of that, and after a few callers of a
+tenant none of that."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from collections import Counter
 from math import inf
 
 from kvrelay.engine.waiting import MAX_PASSED
-from kvrelay.router.admission.flow import Flow, QueueEntry, Sent
+from kvrelay.router.admission.flow import Flow, Key, QueueEntry, Sent
 
-# A caller may have so many that wait for another reason than memory, and a tenant such callers.
+# An agent may have so many that wait for another reason than memory, a caller such agents, and a
+# tenant such callers.
 MAX_HELD_BACK = 4
 
 
@@ -25,8 +27,8 @@ class Blocked:
     def __init__(self) -> None:
         self.entries: dict[str, QueueEntry] = {}
         self.held_back_tenants: set[str] = set()
-        self.held_back_callers: set[tuple[str, str]] = set()
-        self._held_back: dict[str, tuple[str, str]] = {}  # request -> tenant and caller
+        self.held_back: set[Key] = set()  # callers and agents
+        self._held_back: dict[str, Key] = {}  # request -> its agent
         self._lacking: set[Flow] = set()  # one of it waits for memory: no other needs be tried
         self._least = [inf, inf]  # tokens that no worker has memory for: interactive, low classes
 
@@ -57,14 +59,14 @@ class Blocked:
         """It was tried, or needs not be. `is_held_back`: not because there is no memory."""
         self.entries[entry.record.request_id] = entry
         if is_held_back:
-            self._held_back[entry.record.request_id] = entry.caller.key
+            self._held_back[entry.record.request_id] = entry.agent.key
             self._count_held_back()
         elif self.lacks_memory(entry):
             self._lacking.add(entry.flow)
 
     def are_passed(self, now: float, by: QueueEntry) -> list[QueueEntry]:
         """Another one is sent. Returns those that may not be passed again without being tried."""
-        sent = Sent(by.record.arrival, by.flow, by.caller, by.start, now)
+        sent = Sent(by.record.arrival, by.agent.key, by.flow, by.starts, now)
         for flow in {entry.flow: None for entry in self.entries.values()}:
             flow.passed_by.append(sent)
         due = []
@@ -83,11 +85,13 @@ class Blocked:
             self._count_held_back()
 
     def _count_held_back(self) -> None:
-        counts = Counter(self._held_back.values())
-        self.held_back_callers = {each for each in counts if counts[each] >= MAX_HELD_BACK}
-        tenants = Counter(tenant for tenant, _ in counts)
+        agents = Counter(self._held_back.values())
+        callers = Counter(key[:2] for key in agents)
+        tenants = Counter(key[0] for key in callers)
+        many = (*agents.items(), *callers.items())
+        self.held_back = {key for key, count in many if count >= MAX_HELD_BACK}
         self.held_back_tenants = {each for each in tenants if tenants[each] >= MAX_HELD_BACK}
 
     def is_held_back(self, entry: QueueEntry) -> bool:
-        caller = entry.caller.key
-        return caller in self.held_back_callers or caller[0] in self.held_back_tenants
+        keys = entry.caller.key, entry.agent.key
+        return not self.held_back.isdisjoint(keys) or entry.flow.tenant in self.held_back_tenants

@@ -12,8 +12,8 @@ ended; `restore` brings one back whose attempt failed. The order, by the first r
    request starts, in virtual time, where its last one finished; the earliest start goes first.
 4. Within a tenant, those whose first token cannot be on time (`put_late`) go last, but for one in
    `1 / low_share`.
-5. Within a tenant its callers share alike, by start-time fair queueing too; of a caller the oldest
-   goes first.
+5. Within a tenant its callers share alike, by start-time fair queueing too, and so do the agents
+   of a caller, which are its sessions, each with its subagents; of an agent the oldest goes first.
 
 Service is in units of work (`router.admission.admission`): charged as estimated when a request is
 sent, and corrected to what it took when it has ended.
@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvrelay.router.admission.blocked import Blocked
-from kvrelay.router.admission.flow import Flow, Level, QueueEntry
+from kvrelay.router.admission.flow import Flow, Key, Level, QueueEntry
 from kvrelay.router.record import RequestRecord
 from kvrelay.router.state import TenantLoad
 
@@ -42,7 +42,8 @@ LEAST_LEFT = 0.25  # part of a request, until it ends: estimates are means, and 
 
 class FairQueue:
     """Owned by the router. Invariant: a live request waits here at most once; `num_running` counts
-    each tenant's requests that have an attempt, `num_queued` those that wait for their first."""
+    each tenant's requests that have an attempt, `num_queued` those that wait for their first,
+    `num_prefilling` each agent's that are served and never had a token."""
 
     def __init__(self, low_share: float) -> None:
         self._low_share = low_share
@@ -53,6 +54,7 @@ class FairQueue:
         self.units_running, self.units_left = [0.0, 0.0], [0.0, 0.0]
         self.num_running: Counter[str] = Counter()
         self.num_queued: Counter[str] = Counter()
+        self.num_prefilling: Counter[Key] = Counter()
         self._low_running: Counter[str] = Counter()  # those of them that are of low classes
         self._low_queued: Counter[str] = Counter()
         # By tenant, caller, and whether they are of low classes.
@@ -138,10 +140,11 @@ class FairQueue:
         level = self._level(submit.priority)
         flow = level.flows.get(submit.tenant)
         if flow is None:
-            flow = level.flows[submit.tenant] = Flow(submit.tenant, submit.share, submit.is_low)
+            flow = level.flows[submit.tenant] = Flow((submit.tenant,), is_low=submit.is_low)
         flow.share = submit.share
         needs, caller = record.num_prompt_tokens - num_held, flow.caller(submit.caller)
-        entry = QueueEntry(record, units, needs, level, flow, caller)
+        agent = caller.agent(submit.root)
+        entry = QueueEntry(record, units, needs, level, flow, caller, agent)
         self._entries[record.request_id] = entry
         self._add(entry)
 
@@ -186,6 +189,9 @@ class FairQueue:
         self.num_running[record.submit.tenant] += 1
         if entry.is_low:
             self._low_running[record.submit.tenant] += 1
+        if record.first_token_at is None:
+            entry.is_prefilling = True
+            self.num_prefilling[entry.agent.key] += 1
         entry.units_left = entry.units
         self.units_running[entry.is_low] += entry.units
         self.units_left[entry.is_low] += entry.units
@@ -210,6 +216,12 @@ class FairQueue:
         """A new request that cannot have its first token on time: others go before it."""
         entry = self._entries[record.request_id]
         entry.flow.put_late(entry)
+
+    def on_first_token(self, record: RequestRecord) -> None:
+        entry = self._entries.get(record.request_id)
+        if entry is not None and entry.is_prefilling:
+            entry.is_prefilling = False
+            _decrement(self.num_prefilling, entry.agent.key)
 
     def work_on(self, record: RequestRecord, units: float) -> None:
         """So much more of its service is done."""
@@ -249,9 +261,11 @@ class FairQueue:
             chosen = next(lower, chosen)
 
         def excess(flow: Flow) -> tuple[float, int]:
-            return len(flow) / flow.share.weight, flow.newest.arrival
+            return len(flow) / flow.share.weight, flow.newest.record.arrival
 
-        newest: RequestRecord = max((f for f in chosen.flows.values() if f), key=excess).newest
+        newest: RequestRecord = max(
+            (f for f in chosen.flows.values() if f), key=excess
+        ).newest.record
         return newest
 
     def check_integrity(self) -> None:
@@ -262,6 +276,8 @@ class FairQueue:
         assert +self.num_running == +counted, (self.num_running, counted)
         low = Counter(e.record.submit.tenant for e in self._entries.values() if e.is_low)
         assert self._low_running + self._low_queued <= low, (self._low_running, self._low_queued)
+        prefilling = Counter(e.agent.key for e in self._entries.values() if e.is_prefilling)
+        assert self.num_prefilling == prefilling, (self.num_prefilling, prefilling)
         left = sum(entry.units_left for entry in self._entries.values() if entry.is_served)
         assert abs(sum(self.units_left) - left) < 1e-6 * max(1.0, left), (self.units_left, left)
         assert self._num_waiting == sum(1 for _ in self.in_order())
@@ -288,14 +304,14 @@ class FairQueue:
         for _, entry in level.returned:
             if entry.record.request_id not in skip and not blocked.is_held_back(entry):
                 return entry
-        callers, late_share = blocked.held_back_callers, self._low_share
+        held_back, late_share = blocked.held_back, self._low_share
         heads = [
             (flow.start, head)
             for flow in level.flows.values()
             if flow
             and flow.tenant not in without
             and not self.is_limited(flow)
-            and (head := flow.head(skip, callers, late_share, blocked.limit(flow)))
+            and (head := flow.head(skip, held_back, late_share, blocked.limit(flow)))
         ]
         found = min(heads, key=lambda each: (each[0], each[1].record.arrival), default=None)
         return None if found is None else found[1]
@@ -308,7 +324,7 @@ class FairQueue:
         level.units += entry.units
         level.num_new += 1
         self.num_queued[flow.tenant] += 1
-        self._queued_by_caller[*entry.caller.key, flow.is_low] += 1
+        self._queued_by_caller[flow.tenant, entry.caller.name, flow.is_low] += 1
         if flow.is_low:
             self._low_queued[flow.tenant] += 1
         self._num_waiting += 1
@@ -318,7 +334,7 @@ class FairQueue:
         if flow.remove(entry):
             level.num_new -= 1
             _decrement(self.num_queued, flow.tenant)
-            _decrement(self._queued_by_caller, (*entry.caller.key, flow.is_low))
+            _decrement(self._queued_by_caller, (flow.tenant, entry.caller.name, flow.is_low))
             if flow.is_low:
                 _decrement(self._low_queued, flow.tenant)
         else:
@@ -329,6 +345,7 @@ class FairQueue:
             self._levels.remove(level)
 
     def _stop_running(self, entry: QueueEntry) -> None:
+        self.on_first_token(entry.record)
         entry.is_served = False
         _decrement(self.num_running, entry.record.submit.tenant)
         if entry.is_low:

@@ -316,7 +316,10 @@ class Sessions:
         the next ones NAME~2 and so on; beyond MAX_BRANCHES the least recently used one is evicted.
         """
         name = submit.session
-        if name is None or not submit.has_branches:
+        if name is None:
+            return submit
+        submit = replace(submit, root=name)
+        if not submit.has_branches:
             return submit
         names = [name, *(f"{name}~{number}" for number in range(2, MAX_BRANCHES + 1))]
         found = [(each, self.table.find(submit.tenant, each)) for each in names]

@@ -17,7 +17,7 @@ from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
-from kvrelay.router.router import TICK, Router
+from kvrelay.router.router import SESSIONS_TICK, TICK, Router
 
 M = TypeVar("M")
 BLOCK = 4
@@ -195,6 +195,8 @@ class Script(Outbox):
                 case Send(to, message):
                     self.sent.append((to, message))
                 case Wake(after_s, tag):
+                    if tag == SESSIONS_TICK:
+                        continue
                     assert tag == TICK
                     self.wakes.append(self.now + after_s)
                 case Note():

@@ -22,23 +22,37 @@ NAMELESS, NUM_OPENING = "QwenCode/", 2
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def with_session(plan: Plan, request: Any, headers: Mapping[str, str], names: str) -> Plan:
-    """`names`: of the headers that count, the first that is there; "auto": those of `KNOWN`, and
+def session_in(request: Any, headers: Mapping[str, str], names: str) -> str:
+    """The session that a request is of, named by itself, by a header or by its beginning; "": none.
+    `names`: of the headers that count, the first that is there; "auto": those of `KNOWN`, and
     agents that are known to send none."""
+    own = getattr(request, "prompt_cache_key", None)
+    if own or not getattr(request, "tools", None):
+        return own or ""
+    if _is_nameless(headers, names):
+        return _by_opening(getattr(request, "messages", ()))
+    names = KNOWN if names == "auto" else names
+    given = next((headers[name] for name in names.split() if name in headers), "")
+    return given if _NAME.fullmatch(given) else ""
+
+
+def with_session(plan: Plan, request: Any, headers: Mapping[str, str], names: str) -> Plan:
+    """The plan with the session of an agent that names none in its request. `names`: as of
+    `session_in`."""
     first, last = plan.choices[0], plan.choices[-1]
     has_several_prompts = last.prompt != first.prompt
-    if first.session is not None or has_several_prompts or not getattr(request, "tools", None):
-        return plan
-    is_auto = names == "auto"
-    found = next(
-        (headers[name] for name in (KNOWN if is_auto else names).split() if name in headers), ""
-    )
-    has_twins = is_auto and not found and headers.get("user-agent", "").startswith(NAMELESS)
-    name = _by_opening(getattr(request, "messages", ())) if has_twins else found
-    if not _NAME.fullmatch(name):
+    name = session_in(request, headers, names)
+    if first.session is not None or has_several_prompts or not name:
         return plan
     choices = (replace(first, session=name), *plan.choices[1:])
+    has_twins = _is_nameless(headers, names)
     return replace(plan, choices=choices, has_branches=True, has_twins=has_twins)
+
+
+def _is_nameless(headers: Mapping[str, str], names: str) -> bool:
+    is_named = any(name in headers for name in KNOWN.split())
+    is_known = headers.get("user-agent", "").startswith(NAMELESS)
+    return names == "auto" and is_known and not is_named
 
 
 def _by_opening(messages: Sequence[Any]) -> str:

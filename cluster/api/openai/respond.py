@@ -28,7 +28,7 @@ from kvrelay.cluster.api.errors import ApiError, draining, overloaded, refused, 
 from kvrelay.cluster.api.incoming import SMALL_BODY_BYTES, caller, held_body, hold
 from kvrelay.cluster.api.limiter import LimitReached
 from kvrelay.cluster.api.metrics import CANCELLED, CLIENT_GONE, INTERNAL_ERROR
-from kvrelay.cluster.api.openai.agent_sessions import with_session
+from kvrelay.cluster.api.openai.agent_sessions import session_in, with_session
 from kvrelay.cluster.api.openai.formats import COMMENT, Format
 from kvrelay.cluster.api.openai.generation import Generation
 from kvrelay.cluster.api.openai.parts import Piece, Plan
@@ -184,7 +184,9 @@ class GenerateEndpoint(Generic[Request]):
                 request, name = await self._asked(http, call, arrived)
             ctx = self._ctx.chosen(request.model, tenant)
             call.model = ctx.model_name
-            about = call_of(ctx, request, tenant, name, call.timeout_s)
+            names = ctx.settings.session_headers
+            root = session_in(request, http.headers, names)
+            about = replace(call_of(ctx, request, tenant, name, call.timeout_s), root=root)
             failed = ctx.refuse_early(about)
             if failed is not None:
                 raise refused(failed)
@@ -195,7 +197,6 @@ class GenerateEndpoint(Generic[Request]):
                     async with self._in_time(call):
                         plan = await self._plan(ctx, request, tenant)
                     await arrived.aclose()
-                    names = ctx.settings.session_headers
                     plan = with_session(plan, request, http.headers, names)
                     plan = replace(plan, call=about.name)
                     return await self._generate(ctx, http, call, send, request, plan)

@@ -24,6 +24,7 @@ class QueueScript:
         units: float = 1.0,
         priority: int = 0,
         caller: str = "",
+        root: str = "",
         **share: float,
     ) -> RequestRecord:
         self.num_pushed += 1
@@ -37,6 +38,7 @@ class QueueScript:
             tenant=tenant,
             share=TenantShare(**share),  # type: ignore[arg-type]
             caller=caller,
+            root=root,
         )
         record = RequestRecord(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
         self.queue.push(record, units)

@@ -168,11 +168,11 @@ def test_callers_of_whom_nothing_waits_are_forgotten() -> None:
             s.end(record, 0.0)
         else:
             s.queue.charge(0.0, record)
-        assert len(flow.callers) <= MAX_IDLE + 1
+        assert len(flow.members) <= MAX_IDLE + 1
     s.queue.check_integrity()
     for _ in range(9 * MAX_IDLE):
         s.serve()
-    assert set(flow.callers) == {"flood"}, "what they had is made up for"
+    assert set(flow.members) == {"flood"}, "what they had is made up for"
 
 
 @dataclass
