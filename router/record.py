@@ -271,7 +271,7 @@ class RequestRecord:
         count = self.num_output_tokens
         return self.sampling.finish_reason(self.tokens[-1] if count else None, count)
 
-    def block_hashes(self, info: WorkerInfo) -> list[bytes]:
+    def block_hashes(self, info: WorkerInfo) -> Sequence[bytes]:
         """Hashes of the full blocks of `tokens`, on workers like `info`. Not to be changed."""
         return self._chain(info).extend(self.tokens)
 

@@ -58,7 +58,7 @@ MEASURES = {
     "step": Measure(Steps, tuple(KINDS), "sequences", (1, 16, 64), 500_000),
     "waiting": Measure(Waiting, tuple(KINDS), "waiting", (4,), 500_000),
     "computing": Measure(Computing, tuple(KINDS), "waiting", (4,), 500_000),
-    "turn": Measure(Turns, tuple(KINDS), "session", (1,), 110_000),
+    "turn": Measure(Turns, tuple(KINDS), "session", (1,), 410_000),
     "decision": Measure(Decisions, tuple(MARKS), "workers", (4, 64, 512), 4_500_000),
 }
 
@@ -70,8 +70,8 @@ class Bounds(NamedTuple):
     at_1m: float
 
 
-LINEAR = Bounds(1.5 * 16, 1.5 * 128)  # what is known to grow with the context
 FLAT = Bounds(2.0, 2.0)
+TURN = Bounds(2.5, 16.0)  # a prompt's tokens and block table are still copied as a whole
 BOUNDS: Mapping[tuple[str, str], Bounds] = {
     ("step", "dense"): FLAT,
     ("step", "6 groups"): FLAT,
@@ -82,9 +82,9 @@ BOUNDS: Mapping[tuple[str, str], Bounds] = {
     ("computing", "dense"): FLAT,
     ("computing", "6 groups"): FLAT,
     ("computing", "49 groups"): FLAT,
-    ("turn", "dense"): LINEAR,
-    ("turn", "6 groups"): LINEAR,
-    ("turn", "49 groups"): LINEAR,
+    ("turn", "dense"): TURN,
+    ("turn", "6 groups"): TURN,
+    ("turn", "49 groups"): TURN,
     ("decision", "no marks"): FLAT,
     ("decision", "marks at the end"): FLAT,
     ("decision", "marks half way"): Bounds(5.0, 30.0),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
 from itertools import repeat
@@ -84,8 +84,21 @@ class GroupNames(Sequence[bytes]):
         changes = [_changes(group) for group in groups]
         return [name.translate(change) for name in first for change in changes]
 
+    def of_one(self, group: int, num_rows: int) -> GroupNames:
+        """Those of one group in the first rows, made when they are read."""
+        count = self._num_groups
+        return GroupNames(self._first, count, range(group, num_rows * count, count))
+
     def __len__(self) -> int:
         return len(self._indices)
+
+    def __iter__(self) -> Iterator[bytes]:
+        indices, count = self._indices, self._num_groups
+        if not indices or indices.step % count:
+            return map(self.__getitem__, range(len(indices)))
+        first, group = divmod(indices.start, count)
+        names = self._first[first : indices[-1] // count + 1 : indices.step // count]
+        return map(bytes.translate, names, repeat(_changes(group))) if group else iter(names)
 
     @overload
     def __getitem__(self, at: int) -> bytes: ...
@@ -103,20 +116,58 @@ def of_groups(block_hashes: Sequence[bytes], num_groups: int) -> Sequence[bytes]
     return block_hashes if num_groups == 1 else GroupNames(block_hashes, num_groups)
 
 
+def first_of(names: Sequence[bytes], count: int) -> GroupNames:
+    """The first `count` of them, made when they are read."""
+    return names[:count] if isinstance(names, GroupNames) else GroupNames(names, 1, range(count))
+
+
 def unpack(packed: bytes | bytearray | memoryview) -> list[bytes]:
     """The hashes in `packed`, in order."""
     whole = bytes(packed)
     return [whole[i : i + HASH_BYTES] for i in range(0, len(whole), HASH_BYTES)]
 
 
+class PackedNames(Sequence[bytes]):
+    """Hashes, packed, as a list of them that may grow: each is made when it is read."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self) -> None:
+        self.packed = bytearray()
+
+    def __len__(self) -> int:
+        return len(self.packed) // HASH_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[bytes]: ...
+    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:
+        if isinstance(at, slice):
+            first, end, step = at.indices(len(self))
+            found = unpack(self.packed[first * HASH_BYTES : max(first, end) * HASH_BYTES])
+            return found if step == 1 else found[::step]
+        first = (at + len(self) if at < 0 else at) * HASH_BYTES
+        if not 0 <= first < len(self.packed):
+            raise IndexError(f"name {at} of {len(self)}")
+        return bytes(self.packed[first : first + HASH_BYTES])
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(unpack(self.packed))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class BlockChain:
     """Hashes of the full blocks of a sequence that grows. Invariant: `block_hashes` are of tokens
-    that it was last extended with, whose beginning never changes; `_packed` is their beginning."""
+    that it was last extended with, whose beginning never changes."""
 
     __slots__ = (
         "_num_groups",
         "_num_public",
-        "_packed",
         "_public_salt",
         "_salt",
         "block_hashes",
@@ -129,9 +180,8 @@ class BlockChain:
     ) -> None:
         self.fingerprint = fingerprint
         self.block_size = block_size
-        self.block_hashes: list[bytes] = []
+        self.block_hashes = PackedNames()
         self._num_groups = num_groups
-        self._packed = bytearray()
         self._salt = scope.salt
         self._public_salt = scope.public_salt
         self._num_public = scope.num_public_tokens // block_size
@@ -153,10 +203,7 @@ class BlockChain:
     def packed(self) -> bytearray:
         """`block_hashes`, packed. Not to be changed. A memoryview of it has to be released
         before the chain grows."""
-        missing = self.block_hashes[len(self._packed) // HASH_BYTES :]
-        if missing:
-            self._packed += b"".join(missing)
-        return self._packed
+        return self.block_hashes.packed
 
     def adopt(self, packed: bytes | bytearray | memoryview) -> None:
         """Begin with these hashes, computed elsewhere from the same tokens, so that they are not
@@ -166,22 +213,22 @@ class BlockChain:
             raise ValueError(
                 f"packed block hashes of {len(packed)} bytes: expected {HASH_BYTES} each"
             )
-        self.block_hashes = unpack(packed)
+        self.block_hashes.packed += packed
 
-    def extend(self, tokens: Sequence[int]) -> list[bytes]:
+    def extend(self, tokens: Sequence[int]) -> PackedNames:
         """Hashes of all full blocks of `tokens`. Not to be changed."""
-        block_hashes, size = self.block_hashes, self.block_size
-        done, total = len(block_hashes), len(tokens) // size
+        packed, size = self.block_hashes.packed, self.block_size
+        done, total = len(packed) // HASH_BYTES, len(tokens) // size
         if done < total:
             new = array("I", tokens[done * size : total * size]).tobytes()
             step = size * TOKEN_BYTES
             parent = self._parent(done)
             if self._salt and done <= self._num_public < total and self._num_public:
                 at = (self._num_public - done) * step
-                block_hashes += _chain(parent, new[:at], step)
+                packed += _chain(parent, new[:at], step)
                 parent, new = root_hash(self._parent(self._num_public), self._salt), new[at:]
-            block_hashes += _chain(parent, new, step)
-        return block_hashes
+            packed += _chain(parent, new, step)
+        return self.block_hashes
 
     def extend_groups(self, tokens: Sequence[int]) -> Sequence[bytes]:
         """Returns what `extend` does, for every group: row by row."""
@@ -195,20 +242,20 @@ class BlockChain:
         return self.block_hashes[index - 1]
 
 
-def _chain(parent: bytes, tokens: bytes, step: int) -> list[bytes]:
-    """Hashes of the blocks of `step` bytes each that follow `parent`."""
+def _chain(parent: bytes, tokens: bytes, step: int) -> bytes | bytearray:
+    """Hashes of the blocks of `step` bytes each that follow `parent`, packed."""
     count = len(tokens) // step
     hashed = load_native()
     if hashed is None:
-        block_hashes = []
+        names = bytearray()
         for at in range(0, count * step, step):
             block = tokens[at : at + step]
             parent = blake2b(block, digest_size=HASH_BYTES, key=parent).digest()
-            block_hashes.append(parent)
-        return block_hashes
+            names += parent
+        return names
     packed = ctypes.create_string_buffer(max(1, HASH_BYTES * count))
     hashed(parent, tokens, count, step, packed)
-    return unpack(packed.raw[: HASH_BYTES * count])
+    return packed.raw[: HASH_BYTES * count]
 
 
 @cache
@@ -226,4 +273,4 @@ def hash_blocks(
     fingerprint: bytes, scope: CacheScope, tokens: Sequence[int], block_size: int
 ) -> list[bytes]:
     """Hashes of all full blocks of `tokens`, in order."""
-    return BlockChain(fingerprint, scope, block_size).extend(tokens)
+    return [*BlockChain(fingerprint, scope, block_size).extend(tokens)]

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
-from itertools import compress, islice
+from itertools import compress, groupby, islice
 from math import inf
-from typing import cast
+from typing import Any, cast
+
+from kvrelay.engine.kv.runs import LONGEST, Place, Run, Runs
 
 NUM_KINDS = 3
 LOW_SHARE = 0.25  # low classes of service may have so much of a pool at the cost of cached blocks
 LOOKED_UP = 256  # hashes at a time, of which one may be missing
+MIN_RUN = 8  # fewer blocks, after no run, are freed one by one
+MERGED = 64  # so many blocks of a run go to the one before it, if both are freed together
 LEFT_S = 300.0  # and all cached blocks that were not used for this long
 
 
@@ -51,20 +55,25 @@ class BlockPool:
     """Owns every block id in [0, num_blocks).
 
     Invariant: a block is in exactly one of blank, evictable, or in use (reference count > 0); a
-    hash belongs to at most one block; an evictable block has a hash, a blank one has none.
+    hash belongs to at most one block; an evictable block has a hash, a blank one has none. A
+    block's references are those in `_refs`, or the users of its run (`engine.kv.runs`).
 
     Blocks of requests of low classes are marked, until one of a higher class uses them, and
     evicted before all others."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, longest_run: int = LONGEST) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
-        self._evictable: OrderedDict[int, float] = OrderedDict()  # least recently used first: when
-        self._evictable_low: OrderedDict[int, float] = OrderedDict()  # likewise, of low classes
+        self._runs = Runs(num_blocks, longest_run)
+        # Least recently used first: when. Those of low classes, of which no run is, are apart.
+        self._evictable: OrderedDict[int | Place, float] = OrderedDict()
+        self._evictable_low: OrderedDict[int, float] = OrderedDict()
+        self._used_in_runs = [0] * NUM_KINDS  # by kind, where there are several
+        self._num_beside = 0  # evictable blocks that have no entry: all but one of each place
         self._is_low = bytearray(num_blocks)
         self._num_low = 0
         self.now = 0.0  # set by its owner
@@ -78,7 +87,8 @@ class BlockPool:
 
     def num_used_of(self, kind: int) -> int:
         """Blocks of `kind` that have a reference. Cost: O(num_blocks)."""
-        return bytes(compress(self.kinds, self._refs)).count(kind)
+        alone = bytes(compress(self.kinds, self._refs)).count(kind)
+        return alone + self._used_in_runs[kind]
 
     def num_cached_of(self, kind: int) -> int:
         """Blocks of `kind` that are sealed. Cost: O(num_blocks)."""
@@ -91,7 +101,7 @@ class BlockPool:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._evictable) + len(self._evictable_low)
+        return len(self._evictable) + self._num_beside + len(self._evictable_low)
 
     @property
     def num_evictable_low(self) -> int:
@@ -110,11 +120,17 @@ class BlockPool:
     def low_free_from(self, count: int) -> float:
         """From when on it may have so many, if nothing else changes; `inf`: never."""
         others = count - len(self._blank) - len(self._evictable_low)
-        if others <= 0 or others > len(self._evictable):
+        if others <= 0 or others > len(self._evictable) + self._num_beside:
             return -inf if others <= 0 else inf
         if self.num_used_low + count <= LOW_SHARE * self.num_blocks:
             return -inf
-        return next(islice(self._evictable.values(), others - 1, None)) + LEFT_S
+        if not self._num_beside:
+            return next(islice(self._evictable.values(), others - 1, None)) + LEFT_S
+        for entry, when in self._evictable.items():  # noqa: B007 - of the last one
+            others -= entry.num_blocks if isinstance(entry, Place) else 1
+            if others <= 0:
+                break
+        return when + LEFT_S
 
     @property
     def num_cached(self) -> int:
@@ -123,9 +139,17 @@ class BlockPool:
     def is_idle(self) -> bool:
         return self.num_free == self.num_blocks
 
+    def eviction_order(self) -> list[int]:
+        """Evictable blocks, the first to go first. Cost: O(num_blocks)."""
+        order = [*self._evictable_low]
+        for entry in self._evictable:
+            order += entry.eviction_order() if isinstance(entry, Place) else [entry]
+        return order
+
     @property
     def num_references(self) -> int:
-        return sum(self._refs)
+        in_runs = sum(run.num_users * len(run.blocks) for run in self._runs.all())
+        return sum(self._refs) + in_runs
 
     def are_private(self, blocks: Iterable[int]) -> bool:
         """Whether these may be written: they have one reference and no hash."""
@@ -142,19 +166,38 @@ class BlockPool:
     def is_cached(self, block_hash: bytes) -> bool:
         return block_hash in self._by_hash
 
-    def lookup(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Blocks that hold the longest cached prefix of `block_hashes`."""
+    def lookup(self, block_hashes: Sequence[bytes]) -> list[int]:
+        """Blocks that hold the longest cached prefix of `block_hashes`. Of a run, the names of two
+        blocks are looked at."""
         blocks: list[int] = []
-        names = iter(block_hashes)
-        while found := [*map(self._by_hash.get, islice(names, LOOKED_UP))]:
+        at, total = 0, len(block_hashes)
+        while at < total and (block := self._by_hash.get(block_hashes[at])) is not None:
+            rest = self._runs.rest(block)
+            size = min(len(rest), total - at)
+            if size > 1 and self._hashes[rest[size - 1]] == block_hashes[at + size - 1]:
+                blocks += rest if size == len(rest) else rest[:size]
+                at += size
+                continue
+            found = [*map(self._by_hash.get, block_hashes[at : at + LOOKED_UP])]
             if None in found:
                 return [*blocks, *cast("list[int]", found[: found.index(None)])]
             blocks += cast("list[int]", found)
+            at += len(found)
         return blocks
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """One more reference to each of `blocks`, which are sealed. Many at once: those of a long
         prefix."""
+        for piece in self._runs.pieces(blocks):
+            if isinstance(piece, Run):
+                if not piece.num_users:
+                    self._unplace(piece)
+                    self._count_used(piece.blocks, len(piece.blocks))
+                piece.num_users += 1
+            else:
+                self._acquire_each(piece)
+
+    def _acquire_each(self, blocks: Sequence[int]) -> None:
         refs = self._refs
         assert None not in map(self._hashes.__getitem__, blocks)
         idle = [block for block in blocks if not refs[block]]
@@ -168,13 +211,15 @@ class BlockPool:
 
     def claim(self, blocks: Sequence[int]) -> None:
         """A request that is of no low class has a reference to each of these."""
-        assert all(map(self._refs.__getitem__, blocks))
-        for block in blocks if self._num_low else ():
-            self._mark(block, low=False)
+        for piece in self._runs.pieces(blocks) if self._num_low else ():
+            for block in () if isinstance(piece, Run) else piece:
+                assert self._refs[block]
+                self._mark(block, low=False)
 
     def hold(self, blocks: Iterable[int]) -> None:
         """One more reference to each of `blocks`, which are in use: they are freed later."""
         for block in blocks:
+            self._take_out(block)
             assert self._refs[block] > 0
             self._refs[block] += 1
 
@@ -189,10 +234,14 @@ class BlockPool:
         blocks.reverse()
         del self._blank[first:]
         num_evicted = count - len(blocks)
-        for _ in range(num_evicted):
-            block, _ = (self._evictable_low or self._evictable).popitem(last=False)
-            self._forget_hash(block)
-            blocks.append(block)
+        while len(blocks) < count:
+            idle: OrderedDict[Any, float] = self._evictable_low or self._evictable
+            entry, when = idle.popitem(last=False)
+            if entry.__class__ is Place:
+                blocks += self._evict_end(entry, when, count - len(blocks))
+            else:
+                self._forget_hash(entry)
+                blocks += (entry,)
         for block in blocks:
             self._refs[block] = 1
             self._mark(block, low=low)
@@ -202,10 +251,78 @@ class BlockPool:
                 self.evictions[self.kinds[block]] += 1
         return blocks
 
-    def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
+    def _evict_end(self, place: Place, when: float, most: int) -> list[int]:
+        """Evicts at least one block of runs that were the first to go."""
+        self._evictable[place] = when
+        self._evictable.move_to_end(place, last=False)
+        run = place.runs[-1]
+        blocks = run.blocks[-most:]
+        blocks.reverse()
+        if len(blocks) == len(run.blocks):
+            self._unplace(run)
+        else:
+            self._num_beside -= len(blocks)
+        self._runs.leave(run, blocks)
+        for block in blocks:
+            self._forget_hash(block)
+        return blocks
+
+    def release(
+        self, blocks: Sequence[int], *, evict_first: bool = False, is_prefix: bool = False
+    ) -> None:
         """One reference less to each. The end of a sequence is evicted before its beginning,
         because a prefix is useful without its continuation, but not the other way round.
-        `evict_first`: these are evicted before all others."""
+        `evict_first`: these are evicted before all others. `is_prefix`: they follow each other in
+        a prefix, so that those that become free are runs from then on."""
+        pieces = [*self._runs.pieces(blocks)]
+        if is_prefix:
+            pieces = self._joined(pieces)
+        for piece in pieces if evict_first else reversed(pieces):
+            if not isinstance(piece, Run):
+                self._release_each(piece, evict_first=evict_first)
+                continue
+            assert piece.num_users > 0
+            piece.num_users -= 1
+            if not piece.num_users:
+                self.num_freed += len(piece.blocks)
+                self._count_used(piece.blocks, -len(piece.blocks))
+                self._place(piece, evict_first=evict_first)
+
+    def _joined(self, pieces: Sequence[Run | Sequence[int]]) -> list[Run | Sequence[int]]:
+        """What becomes free with the next release is in runs, as long as they may be."""
+        joined: list[Run | Sequence[int]] = []
+        last: Run | None = None  # what follows may be added to it
+        for piece in pieces:
+            if isinstance(piece, Run):
+                is_short = len(piece.blocks) <= MERGED and piece.num_users == 1
+                if last is None or not is_short or not self._runs.append(last, piece.blocks):
+                    joined.append(piece)
+                    last = piece if piece.num_users == 1 else None
+                continue
+            for is_alone, group in groupby(piece, self._is_alone):
+                blocks = [*group]
+                if not is_alone or (last is None and len(blocks) < MIN_RUN):
+                    joined.append(blocks)
+                    last = None
+                    continue
+                for block in blocks:
+                    self._refs[block] = 0
+                self._count_used(blocks, len(blocks))
+                if last is None or not self._runs.append(last, blocks):
+                    joined += (runs := self._runs.make(blocks))
+                    last = runs[-1]
+        return joined
+
+    def _is_alone(self, block: int) -> bool:
+        """Whether it has one reference, and may be in a run when it has none."""
+        is_sealed = self._hashes[block] is not None
+        return is_sealed and self._refs[block] == 1 and not self._is_low[block]
+
+    def _is_used(self, block: int) -> bool:
+        run = self._runs.of(block)
+        return self._refs[block] > 0 or (run is not None and run.num_users > 0)
+
+    def _release_each(self, blocks: Sequence[int], *, evict_first: bool) -> None:
         refs, hashes = self._refs, self._hashes
         assert all(map(refs.__getitem__, blocks))
         for block in blocks:
@@ -233,7 +350,8 @@ class BlockPool:
         first; but not the `spared` ones."""
         for block_hash in block_hashes:
             block = self._by_hash.get(block_hash)
-            if block is not None and self._refs[block] == 0 and block not in spared:
+            if block is not None and not self._is_used(block) and block not in spared:
+                self._take_out(block)
                 idle = self._idle(block)
                 idle[block] = -inf
                 idle.move_to_end(block, last=False)
@@ -256,9 +374,10 @@ class BlockPool:
         count = 0
         for block_hash in block_hashes:
             block = self._by_hash.get(block_hash)
-            if block is None or self._refs[block] > 0:
+            if block is None or self._is_used(block):
                 continue
-            del self._idle(block)[block]
+            if not self._take_out(block):
+                del self._idle(block)[block]
             self._forget_hash(block)
             self._mark(block, low=False)
             self._blank.append(block)
@@ -271,6 +390,7 @@ class BlockPool:
         """It is damaged: nobody is to find it. Who uses it keeps it; then it is blank."""
         block_hash = self._hashes[block]
         if block_hash is not None and not self.evict([block_hash]):
+            self._take_out(block)
             self._forget_hash(block)
             self.num_dropped += 1
 
@@ -280,15 +400,20 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Assert the class invariant. Cost: O(num_blocks)."""
-        blank, evictable = set(self._blank), {*self._evictable, *self._evictable_low}
+        self._runs.check_integrity()
+        order = self.eviction_order()
+        blank, evictable = set(self._blank), set(order)
+        assert len(order) == len(evictable) == self.num_evictable
         assert self._num_low == sum(self._is_low)
-        assert not any(self._is_low[block] for block in (*blank, *self._evictable))
+        assert not any(map(self._is_low.__getitem__, blank | (evictable - {*self._evictable_low})))
         assert all(self._is_low[block] for block in self._evictable_low)
         assert len(blank) == len(self._blank)
         assert not blank & evictable
         for block in range(self.num_blocks):
-            in_use = self._refs[block] > 0
+            in_use, run = self._is_used(block), self._runs.of(block)
             assert self._refs[block] >= 0
+            assert run is None or not (self._refs[block] or self._is_low[block])
+            assert run is None or self._hashes[block] is not None
             assert in_use == (block not in blank and block not in evictable)
             block_hash = self._hashes[block]
             assert (block_hash is None) or self._by_hash[block_hash] == block
@@ -296,9 +421,45 @@ class BlockPool:
             assert block not in evictable or block_hash is not None
         assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes)
 
-    def _idle(self, block: int) -> OrderedDict[int, float]:
-        """Where it is if it is evictable."""
+    def _idle(self, block: int) -> OrderedDict[Any, float]:
+        """Where it is if it is evictable, and in no run."""
         return self._evictable_low if self._is_low[block] else self._evictable
+
+    def _place(self, run: Run, *, evict_first: bool) -> None:
+        """Nothing uses it any more."""
+        place = run.place = Place(run)
+        self._evictable[place] = -inf if evict_first else self.now
+        if evict_first:
+            self._evictable.move_to_end(place, last=False)
+        self._num_beside += len(run.blocks) - 1
+
+    def _unplace(self, run: Run) -> None:
+        """It is not evictable any more."""
+        place, run.place = run.place, None
+        assert place is not None
+        place.runs.remove(run)
+        self._num_beside -= len(run.blocks)
+        if not place.runs:
+            del self._evictable[place]
+            self._num_beside += 1
+
+    def _take_out(self, block: int) -> bool:
+        """Whether it was in a run. It is in none from then on, nor evictable if it was."""
+        run = self._runs.alone(block)
+        if run is None:
+            return False
+        if run.num_users:
+            self._count_used(run.blocks, -1)
+        else:
+            self._unplace(run)
+        self._refs[block] = run.num_users
+        self._runs.leave(run, [block])
+        return True
+
+    def _count_used(self, blocks: Sequence[int], change: int) -> None:
+        """So many of these, which are of one kind, are in runs that have users from now on."""
+        if self.kinds:
+            self._used_in_runs[self.kinds[blocks[0]]] += change
 
     def _mark(self, block: int, *, low: bool) -> None:
         self._num_low += low - self._is_low[block]

@@ -146,6 +146,17 @@ class BlockTable(Sequence[int]):
                         found += part.rows(row, row + 1)
         return found
 
+    def stretches(self, whole: Iterable[int]) -> Iterator[tuple[list[int], bool]]:
+        """All blocks, row by row, in stretches, and whether one is of a prefix: where only one of
+        the `whole` parts, those that keep all rows, has blocks. Not to be changed."""
+        kept = [self.parts[number] for number in whole] if self.parts else []
+        if len(self.parts) == 1 and kept:
+            yield kept[0].blocks, True
+            return
+        for rows, parts in self.segments(0, self.num_rows):
+            is_prefix = len(parts) == 1 and parts[0] in kept
+            yield self.blocks(rows.start, rows.stop), is_prefix
+
     def entries(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Indices of those of rows `[first, end)`, and their blocks, row by row."""
         count = self.num_groups

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import compress
 from math import inf
 from typing import NamedTuple
 
-from kvrelay.engine.kv.block_hash import GroupNames
+from kvrelay.engine.kv.block_hash import GroupNames, first_of
 from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.block_table import NO_BLOCK, BlockTable, Part
 from kvrelay.engine.kv.tier import Retention
@@ -74,9 +73,10 @@ class KVCacheManager:
         self.lack = NO_LACK  # what the last sequence that was not admitted lacked
         self._held: dict[Sequence, _Held] = {}
         self._parting: set[int] = set()
-        # Where sequences have left windows: the first group's block before it.
-        self._left_at: dict[bytes, None] = {}
+        # Where sequences have left windows: the first group's block before it, and rows up to it.
+        self._left_at: dict[bytes, int] = {}
         self._has_windows = self.windows.any
+        self._whole = [n for n, (window, _) in enumerate(self.windows.parts) if not window.size]
         self._kinds = [GROUP_KINDS.index(window.kind) for window in self.windows.groups]
         num_states, num_whole = self._kinds.count(2), max(1, self._kinds.count(0))
         self._strides = [(0, 1, max(1, num_states // num_whole))[kind] for kind in self._kinds]
@@ -85,7 +85,7 @@ class KVCacheManager:
 
     def usable_hashes(self, seq: Sequence) -> Seq[bytes]:
         """Hashes of the blocks that a prefix hit may cover."""
-        return seq.block_hashes[: self.num_usable(seq)]
+        return first_of(seq.block_hashes, self.num_usable(seq))
 
     def num_usable(self, seq: Sequence) -> int:
         """How many these are: the last token is always computed, because its logits are needed, as
@@ -101,9 +101,9 @@ class KVCacheManager:
             return len(self.pool.lookup(block_hashes))
         rows = len(block_hashes) // self.windows.count
         for window, groups in self.windows.parts:
-            for group in () if window.size else groups:
-                names = _names_of(block_hashes, (group,), range(rows))
-                rows = len(self.pool.lookup(names))
+            if not window.size:
+                names = _names_of(block_hashes, groups, range(rows))
+                rows = len(self.pool.lookup(names)) // len(groups)
         return self.windows.reach(
             rows * self.windows.count,
             lambda index: self.pool.is_cached(block_hashes[index]),
@@ -181,9 +181,14 @@ class KVCacheManager:
         """Windows that were left in its first rows are evicted first, the first of them last."""
         windows, names = self.windows, seq.block_hashes
         end = windows.full(seq.num_prompt_tokens - 1)
-        chain = seq.chain.block_hashes[:num_rows]
-        found = compress(range(1, num_rows + 1), map(self._left_at.__contains__, chain))
-        for rows in reversed([*found]):
+        chain, rows_of = seq.chain.block_hashes, self._left_at
+        if len(rows_of) < num_rows:
+            found = sorted(
+                r for name, r in rows_of.items() if r <= num_rows and chain[r - 1] == name
+            )
+        else:
+            found = [r for name in chain[:num_rows] if (r := rows_of.get(name, 0))]
+        for rows in reversed(found):
             past = [i for i in self._window_entries(rows) if not self._is_read_at(i, end)]
             self.pool.demote((names[index] for index in reversed(past)), self._parting)
             if rows < num_rows:
@@ -296,7 +301,7 @@ class KVCacheManager:
         held = self._held.pop(seq, None)
         table, rows = held.table if held else BlockTable(), seq.num_sealed // self.windows.count
         if self._has_windows and rows and seq.retention.keep_s > 0:
-            self._left(seq.chain.block_hashes[rows - 1])
+            self._left(seq.chain.block_hashes[rows - 1], rows)
             if self.collect_sealed:
                 self._collect_kept(seq, table, seq.num_sealed)
                 self._pass_lag(seq)
@@ -305,7 +310,8 @@ class KVCacheManager:
             self.pool.release(table.blocks(num_hits), evict_first=True)
             self.pool.release(table.blocks(0, num_hits))
         else:
-            self.pool.release(table.blocks())
+            for blocks, is_prefix in reversed([*table.stretches(self._whole)]):
+                self.pool.release(blocks, is_prefix=is_prefix)
         seq.block_ids = BlockTable()
         if seq.next_chain is not None:
             seq.chain, seq.next_chain = seq.next_chain, None
@@ -501,7 +507,7 @@ class KVCacheManager:
             if not seq.passed_at < end <= seq.num_sealed:
                 continue
             seq.passed_at = end
-            self._left(block_hashes[end // windows.count - 1])
+            self._left(block_hashes[end // windows.count - 1], end // windows.count)
             if end in parting:
                 entries = map(table.__getitem__, self._window_entries(end // windows.count))
                 self._parting.update(block for block in entries if block != NO_BLOCK)
@@ -517,15 +523,17 @@ class KVCacheManager:
             if block != NO_BLOCK and self.pool.has_hash(block, block_hashes[index]):
                 self.newly_sealed.append((block, block_hashes[index], seq.retention))
 
-    def _left(self, name: bytes) -> None:
-        """A window stays behind the block of that name."""
-        self._left_at[name] = None
+    def _left(self, name: bytes, num_rows: int) -> None:
+        """A window stays behind the block of that name, of the last of so many rows."""
+        self._left_at[name] = num_rows
         if len(self._left_at) > self.pool.num_blocks:
             del self._left_at[next(iter(self._left_at))]
 
 
 def _names_of(block_hashes: Seq[bytes], groups: Seq[int], rows: range) -> Seq[bytes]:
     if isinstance(block_hashes, GroupNames):
+        if len(groups) == 1 and not rows.start:
+            return block_hashes.of_one(groups[0], rows.stop)
         return block_hashes.of_groups(groups, rows)
     return block_hashes[rows.start : rows.stop]
 

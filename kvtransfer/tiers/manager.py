@@ -330,16 +330,13 @@ class Tiers:
     def _limit(self, live: LiveOrder) -> None:
         """Keep what is on the device already, and bring up only a share of the pool."""
         pool = self._kv.pool
-        hits = pool.lookup(live.left)
+        left = [*live.left]
+        hits = pool.lookup(left)
         pool.acquire(hits)
         pool.release(hits)
-        most = len(hits) + pool.num_blocks // RESUME_SHARE
-        live.left = deque(list(live.left)[:most])
-        waiting = [
-            block_hash
-            for block_hash in list(live.left)[len(hits) :]
-            if not pool.is_cached(block_hash)
-        ]
+        del left[len(hits) + pool.num_blocks // RESUME_SHARE :]
+        live.left = deque(left)
+        waiting = [each for each in left[len(hits) :] if not pool.is_cached(each)]
         first = self._blocks.first
         self._blocks.want_promotion(
             [block_hash for block_hash in waiting if first.get(block_hash) is None]

@@ -117,7 +117,7 @@ class Session:
         self.tokens, self.opening = tokens, ()
         self._hashes.clear()
 
-    def set_hashes(self, kind: Kind, block_hashes: list[bytes]) -> None:
+    def set_hashes(self, kind: Kind, block_hashes: Sequence[bytes]) -> None:
         """Cache the result of `block_hashes`."""
         self._hashes[kind] = b"".join(block_hashes[: self.num_blocks(kind)])
 

@@ -121,8 +121,9 @@ class PoolMachine(RuleBasedStateMachine):
         in_use = {block for table in self.users for block in table}
         assert self.pool.num_free == NUM_BLOCKS - len(in_use)
         assert set(self.pool.block_hashes()) == set(self.content.values())
-        idle = [*self.pool._evictable_low, *self.pool._evictable]
-        assert idle == sorted(self.evictable, key=lambda block: block not in self.low)
+        assert self.pool.eviction_order() == sorted(
+            self.evictable, key=lambda block: block not in self.low
+        )
         assert self.pool.num_used_low == len(self.low & in_use)
         assert self.pool.num_evictable == len(self.evictable)
         assert self.pool.num_evictions == self.num_evictions

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.engine.context import BOUNDS, CONTEXTS, MEASURES, contexts_of, measure
 
-AT_1M = {"decision"}  # where that takes no minutes
+AT_1M = {"decision", "turn"}  # where that takes no minutes
 
 
 @pytest.mark.slow
