@@ -196,7 +196,9 @@ class _Writer:
     is_flat: bool = False  # no rule needs itself
     ignore: str = ""  # terms for what may be between terminals
 
-    numbers: dict[str, int] = field(default_factory=dict)  # of the rules, for their names
+    numbers: dict[str, int] = field(
+        default_factory=dict
+    )  # for their names: the places of the rules
 
     def write(self) -> tuple[str, bool]:
         self.numbers = {name: number for number, name in enumerate(self.definition.rules, 1)}
@@ -231,7 +233,7 @@ class _Writer:
         return None
 
     def _name(self, name: str) -> str:
-        """Of a rule in the grammar of the call."""
+        """Makes the name of a rule in the grammar of the call."""
         number = self.numbers.get(name, 0)
         is_rule = _is_rule(name) and not self.is_flat
         return f"{self.prefix}x{number}" if is_rule else f"{self.prefix.upper()}X{number}"
