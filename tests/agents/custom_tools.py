@@ -32,7 +32,7 @@ from rich.table import Table
 from tests.agents.__main__ import STOP_TIMEOUT_S, server_url
 
 SDKS = Path(__file__).parent / "sdks"
-TIMEOUT_S = 1200.0  # of all calls of one client
+TIMEOUT_S = 1200.0  # for all calls of one client
 MAX_TOKENS = 300
 CONFIG = """
 [api]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from kvrelay.cluster.api.constraints.lark import input_terms
+from kvrelay.cluster.api.constraints.lark import input_terms, without
 from kvrelay.cluster.api.constraints.rules import AddedId, Rules
 from kvrelay.cluster.api.constraints.schema import SchemaError, part_grammar, rewrite
 from kvrelay.cluster.api.output.custom_input import INPUT
@@ -223,11 +223,11 @@ def _input(rules: Rules, index: int, form: InputFormat, parameters: ParameterSyn
         term, _ = input_terms(rules, prefix, form, quoted=True)
         return _joined(rules.quote(f'{{"{INPUT}": "'), term, rules.quote('"}'))
     begin = _value_begin(INPUT, parameters)
-    term, is_one = input_terms(rules, prefix, form, quoted=False)
+    term, is_one = input_terms(rules, prefix, form, quoted=False, end=parameters.value_end)
     end = rules.quote(f"{parameters.pad}{parameters.value_end}")
     if is_one and not end.startswith("<["):  # to the first end, and that is not within the text
-        inside = re.escape(parameters.value_end).replace("/", r"\/")
-        text = rules.add(f"{prefix.upper()}TEXT", rf"{term} & ~/(.|\n)*{inside}(.|\n)*/")
+        body = f"{term} & {without(parameters.value_end)}"
+        text = rules.add(f"{prefix.upper()}TEXT", body)
         term, end = rules.add(f"{prefix}text", f"{text} {end}", "[lazy]"), ""
     return _joined(rules.quote(begin), term, end, rules.quote(LINE))
 

@@ -81,10 +81,12 @@ class _Definition:
         return SchemaError(f"line {line}, column {column}: {message}"[:300])
 
 
-def input_terms(rules: Rules, prefix: str, form: InputFormat, *, quoted: bool) -> tuple[str, bool]:
+def input_terms(
+    rules: Rules, prefix: str, form: InputFormat, *, quoted: bool, end: str = ""
+) -> tuple[str, bool]:
     """Adds rules, whose names begin with `prefix`, for an input. Returns the name of theirs that
-    matches it, and whether that is one expression. quoted: within a string of JSON. Raises
-    SchemaError, with the place in the definition."""
+    matches it, and whether that is one expression. quoted: within a string of JSON. end: a mark
+    that no lexeme has within it. Raises SchemaError, with the place in the definition."""
     if len(form.definition) > MAX_SCHEMA_CHARS:
         size = len(form.definition)
         raise SchemaError(f"the grammar has {size} characters, more than {MAX_SCHEMA_CHARS}")
@@ -93,7 +95,7 @@ def input_terms(rules: Rules, prefix: str, form: InputFormat, *, quoted: bool) -
         body = _pattern(definition, _Token("pattern", f"/{form.definition}/", -1), quoted)
         return rules.add(f"{prefix.upper()}X", body), True
     definition = _read(form.definition)
-    return _Writer(rules, prefix, definition, quoted).write()
+    return _Writer(rules, prefix, definition, quoted, end).write()
 
 
 def _read(source: str) -> _Definition:
@@ -190,10 +192,16 @@ class _Writer:
     prefix: str
     definition: _Definition
     quoted: bool
+    end: str
     is_flat: bool = False  # no rule needs itself
     ignore: str = ""  # terms for what may be between terminals
 
+    numbers: dict[str, int] = field(
+        default_factory=dict
+    )  # for their names: the places of the rules
+
     def write(self) -> tuple[str, bool]:
+        self.numbers = {name: number for number, name in enumerate(self.definition.rules, 1)}
         self.is_flat = self._cycle_from("start") is None
         if self.definition.ignored:
             each = [self._body(tokens, in_rule=False) for tokens in self.definition.ignored]
@@ -225,8 +233,8 @@ class _Writer:
         return None
 
     def _name(self, name: str) -> str:
-        """Of a rule in the grammar of the call."""
-        number = 0 if name == "IGNORE" else 1 + list(self.definition.rules).index(name)
+        """Makes the name of a rule in the grammar of the call."""
+        number = self.numbers.get(name, 0)
         is_rule = _is_rule(name) and not self.is_flat
         return f"{self.prefix}x{number}" if is_rule else f"{self.prefix.upper()}X{number}"
 
@@ -266,13 +274,19 @@ class _Writer:
             return self._string(token)
         if token.kind == "pattern":
             split = self._split(token) if in_rule else ""
-            return split or _pattern(self.definition, token, self.quoted)
+            return split or self._without_end(_pattern(self.definition, token, self.quoted))
         body = self.definition.rules.get(token.text)
         if body is None:
             raise self.definition.wrong(f"there is no {token.text!r}", token.at)
         if in_rule and len(body) == 1 and body[0].kind == "pattern":
             return self._split(body[0]) or self._name(token.text)
         return self._name(token.text)
+
+    def _without_end(self, pattern: str) -> str:
+        if self.is_flat or not self.end:
+            return pattern
+        name = f"{self.prefix.upper()}E{len(self.rules.rules)}"
+        return self.rules.add(name, f"{pattern} & {without(self.end)}")
 
     def _split(self, token: _Token) -> str:
         """A lexeme ends at the first byte that it cannot have, and within JSON an escape may go on
@@ -309,6 +323,11 @@ class _Writer:
         low, high = (rf"\x{{{ord(each):x}}}" for each in ends)
         token = first._replace(text=f"/[{low}-{high}]/")
         return _pattern(self.definition, token, self.quoted)
+
+
+def without(text: str) -> str:
+    """An expression for what does not have it within."""
+    return rf"~/(.|\n)*{_escape_slashes(re.escape(text))}(.|\n)*/"
 
 
 def _is_rule(name: str) -> bool:

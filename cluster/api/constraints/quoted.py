@@ -24,7 +24,7 @@ _COUNT = re.compile(r"\{\d*,?\d*\}")
 
 
 class BadPattern(ValueError):
-    """`at`: the place in the pattern."""
+    """A pattern that cannot be read; `at` is the place in it."""
 
     def __init__(self, message: str, at: int) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ def escaped(text: str) -> str:
 
 
 def quoted_pattern(pattern: str, flags: str = "") -> str:
-    """Raises BadPattern."""
+    """Returns the pattern of the escaped forms. Raises BadPattern."""
     return "".join(_Pattern(pattern, flags, is_quoted=True).read())
 
 
@@ -69,7 +69,7 @@ class _Pattern:
     num_atoms: int = 0
     last_set: tuple[str, list[str]] | None = None
     _at: int = 0
-    _dots: list[bool] = field(default_factory=list)  # of each open group: whether . is a newline
+    _dots: list[bool] = field(default_factory=list)  # for each open group, whether . is a newline
 
     def read(self) -> list[str]:
         if "x" in self.flags:
@@ -120,7 +120,7 @@ class _Pattern:
         return f"(?-i:{re.escape(escaped(char))})" if char in SPECIAL else written
 
     def _set(self, written: str, found: list[str], begin: int) -> str:
-        """found: those of SPECIAL in it."""
+        """found: those of SPECIAL that are in it."""
         self.num_atoms += 1
         if not self.is_quoted:
             return self.pattern[begin : self._at]

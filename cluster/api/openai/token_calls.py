@@ -82,7 +82,7 @@ class TokensBody(BaseModel):
         return self
 
     def completion(self) -> TokensRequest:
-        """Raises `ApiError` (400)."""
+        """Reads the body as a completion's. Raises `ApiError` (400)."""
         given = self.model_dump(exclude={"token_ids", "sampling_params", "features"})
         # What is not said is vLLM's default, not what the model's makers recommend.
         default = {name: getattr(DEFAULTS, name) for name in NUMBERS}
@@ -101,13 +101,13 @@ class TokensRequest(CompletionRequest):
 
 
 async def plan_tokens(ctx: ApiContext, request: TokensRequest, tenant: Tenant) -> Plan:
-    """Raises `ApiError`."""
+    """Plans the completion, with errors about the body's fields. Raises `ApiError`."""
     with renamed(_NAMES):
         return await plan_completion(ctx, request, tenant)
 
 
 class TokensFormat(Format):
-    """`/inference/v1/generate`."""
+    """Answers of `/inference/v1/generate`: token ids in place of texts."""
 
     done = DONE
 
@@ -145,11 +145,11 @@ class TokensFormat(Format):
             choices.append(self._choice(joined(pieces, plan.index)))
             await asyncio.sleep(0)
         plan = self._plan.choices[0]
-        told: list[msgspec.Raw] | None = None
+        prompt: list[msgspec.Raw] | None = None
         if plan.prompt_logprobs is not None:
             names = self._ctx.token_names
             entries = prompt_entries(names, plan.tokens[1:], first.prompt_logprobs)
-            told = [msgspec.Raw(b"null"), entries]
+            prompt = [msgspec.Raw(b"null"), entries]
         return {
             "request_id": self._name,
             "model": self._ctx.shown_model(self._request.model),
@@ -157,7 +157,7 @@ class TokensFormat(Format):
             "output_mode": "tokens",
             "choices": choices,
             "usage": usage,
-            "prompt_logprobs": told,
+            "prompt_logprobs": prompt,
             "kv_transfer_params": None,
         }
 

@@ -60,7 +60,7 @@ class ToolParam(BaseModel):
 
     type: Literal["function"]
     function: Function
-    takes: InputFormat | None = None  # of a custom tool, which the model is shown as a function
+    takes: InputFormat | None = None  # what a custom tool takes; the model is shown a function
 
     @model_validator(mode="before")
     @classmethod

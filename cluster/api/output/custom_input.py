@@ -19,7 +19,7 @@ _WHOLE = re.compile(
 
 
 class CustomInput:
-    """Of one call. Life: `push` with each part of the arguments, then `finish`; what they return
+    """Reads one call. Life: `push` with each part of the arguments, then `finish`; what they return
     together is the input. A model that is not held to anything may have written something else:
     then it is its words as they are."""
 
@@ -38,7 +38,7 @@ class CustomInput:
         return self._add(_string(found[0]))
 
     def finish(self) -> str:
-        """What is left."""
+        """Returns what is left to be read."""
         sent = "".join(self._read)
         try:
             value: Any = json.loads(self._text, strict=False)

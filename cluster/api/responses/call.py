@@ -150,7 +150,7 @@ class ResponseCall:
         return ReadEndpoint(self._ctx, "responses", request, _plan, format)
 
     async def keep(self, response: dict[str, Any]) -> str:
-        """Of one that is to be kept: as of `KeptResponses`."""
+        """Keeps one that is to be kept; returns what `KeptResponses.keep` does."""
         record = {"response": response, "items": self.request.input, "root": self._root}
         return await self._kept.keep(self.tenant, record)
 

@@ -192,6 +192,25 @@ def allowed_tokens(mask: bytes, short: Sequence[int]) -> list[int]:
     return found or [i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1]
 
 
+def test_no_text_ends_the_argument_that_it_is_in(matching: Matching) -> None:
+    """Where arguments stand between tags, a tag within one would be read as its end."""
+    writing = Writing(matching, "qwen3_coder", "", False)
+    nested = InputFormat("lark", 'start: "(" start ")" | TEXT\nTEXT: /[^()]+/')
+    for form, right in ((nested, "((a<b>))"), (InputFormat("regex", "(?s).+"), "(a<b>\n)")):
+        grammar = writing.grammar([tool(form)])
+        for text, is_right in ((right, True), (f"({right[1:-1]}</parameter>)", False)):
+            (output,) = outputs(writing, form, [text])
+            assert writing.accepts(grammar, output) == is_right
+
+
+def test_rules_that_nobody_needs_change_nothing(matching: Matching) -> None:
+    writing = Writing(matching, "hermes", "", False)
+    form = InputFormat("lark", 'start: A\nA: "a"\nother: "(" other ")" | B\nB: "b"')
+    grammar = writing.grammar([tool(form)])
+    texts = outputs(writing, form, ["a", "b", "(b)"])
+    assert [writing.accepts(grammar, text) for text in texts] == [True, False, False]
+
+
 def test_only_the_input_of_a_call_is_held(matching: Matching) -> None:
     """Where calls are offered: text before one is free, and so are other tools' arguments."""
     writing = Writing(matching, "hermes", "", False)
