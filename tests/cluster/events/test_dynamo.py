@@ -137,7 +137,7 @@ class Workers:
         self.router.say(worker, stored, tier=Tier.HOST)
 
     def known(self, tokens: Tokens) -> dict[str, int]:
-        """By our own index."""
+        """What our own index finds."""
         packed = b"".join(names_of(tokens, spec_of()))
         found = self.router.index.lookup(0.0, packed)
         return {worker: SIZE * found.held(worker).device for worker in self.blocks}
