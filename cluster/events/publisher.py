@@ -287,6 +287,7 @@ class EventPublisher:
             kept = ((seq, batch) for seq, batch in self._kept if seq >= start)
             found = deque((seq.to_bytes(SEQ_BYTES, "big"), batch) for seq, batch in kept)
         else:
+            self.counts["states"] += 1
             last, now = (self._seq - 1).to_bytes(SEQ_BYTES, "big"), time.time()
             found = deque((last, cleared(now, each)) for each in range(self._most_workers))
             for _, number, changes in self._blocks.everything():

@@ -7,7 +7,8 @@ import ctypes
 import logging
 import socket
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
@@ -24,6 +25,8 @@ from kvrelay.engine.node import NodeId
 from kvrelay.router.models import ForModel, ModelRouters
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.api.adapter_metrics import AdapterUse
+    from kvrelay.cluster.api.adapters import Adapters
     from kvrelay.cluster.api.client import RouterClient
     from kvrelay.cluster.api.context import ApiContext, ApiSettings
     from kvrelay.cluster.api.server import ServerCertificate
@@ -91,6 +94,16 @@ def _open_adapters(served: RouterHost) -> Any:
         for name, each in served.served_models.items()
     }
     return Adapters.open(config.adapters, config.sessions.state_path / FILE, models)
+
+
+def _adapter_uses(served: RouterHost, adapters: Adapters) -> Iterator[AdapterUse]:
+    """Of each model that has adapters."""
+    from kvrelay.cluster.api.adapter_metrics import adapter_use
+
+    for model, router in served.routers.routers.items():
+        name, room = served.served_models[model].served_name, served.configs[model].engine
+        if registered := adapters.of_model(name):
+            yield adapter_use(name, registered, router, room.adapter_bytes)
 
 
 def _return_memory() -> None:
@@ -203,6 +216,7 @@ async def open_context(
     """What the application of `served` is made of. `tokenizers`: by model."""
     from prometheus_client import CollectorRegistry
 
+    from kvrelay.cluster.api.adapter_metrics import AdapterCollector
     from kvrelay.cluster.api.cluster_metrics import ClusterCollector
     from kvrelay.cluster.api.context import ApiContext
     from kvrelay.cluster.api.metrics import ApiMetrics
@@ -226,6 +240,7 @@ async def open_context(
         log=config.log,
     )
     context.constraints.warm_up()
+    AdapterCollector(registry, partial(_adapter_uses, served, context.adapters))
     for model, its in others:
         await offer_model(served, context, model, its, access)
     return context

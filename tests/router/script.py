@@ -16,6 +16,7 @@ from kvrelay.engine.request import FinishReason, Refusal, SamplingParams, TokenD
 from kvrelay.engine.stats import Role, WorkerInfo, WorkerStats
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.index.watcher import CacheWatcher
 from kvrelay.router.messages import Failed, Output, Submit, WorkerDown, WorkerUp
 from kvrelay.router.router import SESSIONS_TICK, TICK, Router
 
@@ -79,9 +80,11 @@ class Outbox:
 class Script(Outbox):
     """Feeds one router. `sent` holds what it sent and no test has looked at yet."""
 
-    def __init__(self, *workers: str, **config: Any) -> None:
+    def __init__(self, *workers: str, watcher: CacheWatcher | None = None, **config: Any) -> None:
         self.now = 100.0
-        self.router = Router("router-0", RouterConfig(**config), controller="controller")
+        self.router = Router(
+            "router-0", RouterConfig(**config), controller="controller", watcher=watcher
+        )
         self.sent: list[tuple[str, Any]] = []
         self.notes: list[Note] = []
         self.wakes: list[float] = []

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvrelay.engine.kv.block_hash import unpack
 from kvrelay.engine.kv.events import KVEvents, KVSnapshot
 from kvrelay.engine.kv.tier import ANNOUNCED_TIERS, LOWER_TIERS, Tier, TierHashes
 from kvrelay.router.index.prefix_index import PrefixIndex
@@ -46,6 +47,24 @@ def check_run(claimed: int, blocks: set[bytes], stride: int) -> None:
         assert claimed == without_holes
 
 
+class Watcher:
+    """Knows what it is told."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Cache] = {}
+
+    def changed(self, worker: str, tier: Tier, stored: bytes, removed: bytes) -> None:
+        held = self.held.setdefault(worker, empty())[tier]
+        held |= {*unpack(stored)}
+        held -= {*unpack(removed)}
+
+    def forgotten(self, worker: str) -> None:
+        self.held.pop(worker, None)
+
+    def named(self, *_: object) -> None:
+        raise AssertionError("an index knows no tokens")
+
+
 class IndexMachine(RuleBasedStateMachine):
     """Workers that seal and evict, a network that loses, repeats and delays, and restarts."""
 
@@ -56,6 +75,7 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.index = PrefixIndex(RETRY_S, EXPECTED_S, stride=self.STRIDE)
+        self.watcher = self.index.watcher = Watcher()
         # What the workers are: epoch, number of the last event, blocks, and all that was published.
         self.epoch = dict.fromkeys(self.WORKERS, 1)
         self.seq = dict.fromkeys(self.WORKERS, 0)
@@ -237,7 +257,12 @@ class IndexMachine(RuleBasedStateMachine):
             for w in self.known
         }
         assert names == self.known
+        assert {w: self.watcher.held.get(w, empty()) for w in names} == names
+        assert not any(held for w in self.watcher.held.keys() - names for held in self.told_of(w))
         self.index.check_integrity()
+
+    def told_of(self, worker: str) -> list[set[bytes]]:
+        return list(self.watcher.held[worker].values())
 
     @invariant()
     def in_step_means_true(self) -> None:
