@@ -31,7 +31,7 @@ from kvrelay.engine.request import (
 from kvrelay.engine.scheduling.drafts import drafted
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.sequence import SeqState, Sequence
-from kvrelay.engine.stats import RECOMPUTED, WorkerStats
+from kvrelay.engine.stats import RECOMPUTED, KVLink, WorkerStats
 from kvrelay.engine.step import Step, StepDone
 
 MAX_ENDED = 4096  # ended attempts that are remembered, so that a late duplicate is not served
@@ -318,7 +318,12 @@ class EngineCore:
             if now >= seq.deadline and seq.state is not SeqState.HELD
         ]
 
-    def stats(self, num_handoffs: int, read_rates: Mapping[Tier | None, float]) -> WorkerStats:
+    def stats(
+        self,
+        num_handoffs: int,
+        read_rates: Mapping[Tier | None, float],
+        links: tuple[KVLink, ...] = (),
+    ) -> WorkerStats:
         """`read_rates`: bytes per second into device memory, by own tier; None: from peers."""
         pool, scheduler, lower = self.kv.pool, self.scheduler, self.publisher.lower
         decoding = [len(seq.tokens) for seq in scheduler.running if seq.is_decoding]
@@ -362,6 +367,7 @@ class EngineCore:
             num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
             loaded=self.loaded.digests,
             load_s=self.loaded.load_s,
+            links=links,
             **{name: value for plug in self.plugs for name, value in plug.facts().items()},
         )
 

@@ -528,10 +528,8 @@ class Worker:
         return effects + [Send(router, stats) for router in self.core.publisher.routers]
 
     def _stats(self) -> WorkerStats:
-        return replace(
-            self.core.stats(self._num_handoffs, self.exchange.rates()),
-            links=self.exchange.connector.peers.links(),
-        )
+        links = self.exchange.connector.peers.links()
+        return self.core.stats(self._num_handoffs, self.exchange.rates(), links)
 
     def _count_left(self, now: float) -> None:
         """Time counts as it passes here: that of a process that was stopped itself does not."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -21,17 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from msgspec import structs
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.config_checks import require_extra
+from kvrelay.lab.cli.progress import progress_bar, teller
+from kvrelay.lab.cli.sessions import draw_of, found_at_once, session_options
 from kvrelay.lab.replay.agents import Draw
 from kvrelay.lab.replay.config import ORACLE, Fault, ReplayConfig
 from kvrelay.lab.replay.lines import TraceError
@@ -162,10 +156,10 @@ def _replays(
 
     config = with_targets(config, scaling)
     start_s, wanted = scaling.start_s, scaling.percentile / 100.0
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
 
         def run(name: str, with_config: ReplayConfig, by: Any) -> ScaledResult:
-            return replay_scaled(name, trace, with_config, start_s, by, _teller(progress, name))
+            return replay_scaled(name, trace, with_config, start_s, by, teller(progress, name))
 
         found = [run("autoscaler", config, scaling)]
         foresight = foresee(trace, config, scaling) if beside else None
@@ -183,52 +177,6 @@ def _replays(
             path = foresight.path(wanted, start_s, config.num_prefill + config.num_decode)
             found.append(run("oracle", config, plan_of(foresight, path, start_s)))
     return found
-
-
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(compact=True),
-    )
-    return Progress(*columns, console=console, transient=True)
-
-
-def _teller(progress: Progress, name: str) -> Callable[[float, float], None]:
-    task = progress.add_task(name, total=1.0, status="")
-    begun_at = time.monotonic()
-
-    def tell(share: float, virtual_s: float) -> None:
-        speed = virtual_s / max(time.monotonic() - begun_at, 1e-3)
-        status = f"{virtual_s:,.0f} s, {speed:,.0f} x real time"
-        progress.update(task, completed=share, status=status)
-
-    return tell
-
-
-def session_options(command: F) -> F:
-    """The options of a trace of sessions, for a command."""
-    above_0 = click.FloatRange(min=0, min_open=True)
-    for option in reversed(
-        (
-            click.option("--sessions", type=click.IntRange(min=1), help="Drawn by --seed."),
-            click.option("--start-rate", type=above_0, help="Sessions/s; default: all at once."),
-            click.option("--think-scale", type=click.FloatRange(min=0), help="Of think times."),
-            click.option("--max-input", type=click.IntRange(min=1), help="Of a session's prompts."),
-            click.option(
-                "--share-prompts", is_flag=True, help="Equally long system prompts are equal."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def draw_of(options: dict[str, Any]) -> Draw:
-    names = ("sessions", "start_rate", "think_scale", "max_input", "share_prompts", "seed")
-    return Draw(**{name: options[name] for name in names if options[name] is not None})
 
 
 SYNTHETIC = "synthetic:"
@@ -342,6 +290,10 @@ def replay_command(
         except ConfigError as error:
             raise BadInputError(str(error)) from error
         return
+    if options["find_at_once"]:
+        for model, trace in traces.items():
+            found_at_once(console, trace, configs[model], own[model]["ttft_slo_ms"], json_path)
+        return
     slos = {name: Slo(each["ttft_slo_ms"], each["itl_slo_ms"]) for name, each in own.items()}
     results = {
         model: _replay_all(console, traces[model], configs[model], model) for model in traces
@@ -445,6 +397,7 @@ def _configs(options: dict[str, Any], model: str) -> list[ReplayConfig]:
             faults=_faults_of(model, parse_faults(options["faults"])),
             timeout_s=options["timeout_s"],
             stats_interval_s=stats_interval_s,
+            at_once=options["at_once"] or 0,
             why=options["why"],
         )
         policies = parse_policies(options["policy"] or default)
@@ -513,6 +466,7 @@ def _faults_of(model: str, faults: tuple[Fault, ...]) -> tuple[Fault, ...]:
 def load_traffic(traffic: str, options: dict[str, Any]) -> Trace:
     """Read or made. Raises BadInputError."""
     requests, rate, limit = options["requests"], options["rate"], options["limit"]
+    wants_sessions = options["at_once"] or options["find_at_once"]
     if not traffic.startswith(SYNTHETIC):
         if requests is not None or rate is not None:
             raise BadInputError(
@@ -523,12 +477,19 @@ def load_traffic(traffic: str, options: dict[str, Any]) -> Trace:
             trace = read_trace(Path(traffic), limit, draw_of(options))
         except TraceError as error:
             raise BadInputError(str(error)) from error
+        if wants_sessions and not trace.is_closed:
+            raise BadInputError(f"--at-once is for sessions of agents, and {traffic} has none")
         if trace.is_closed and (options["copies"] != 1 or options["speedup"] != 1):
             raise BadInputError(
                 "--copies and --speedup are for arrivals that are fixed; of sessions there are "
                 "--sessions, --start-rate and --think-scale"
             )
         return trace
+    if wants_sessions or draw_of(options) != Draw(seed=options["seed"]):
+        raise BadInputError(
+            "--at-once is for sessions of agents, and so are --sessions, --start-rate, "
+            f"--think-scale and --max-input; {traffic} has requests that come in their time"
+        )
     name = traffic.removeprefix(SYNTHETIC)
     if name not in PRESETS:
         known = ", ".join(SYNTHETIC + each for each in PRESETS)
@@ -550,9 +511,9 @@ def _replay_all(
 ) -> list[ReplayResult]:
     from kvrelay.lab.replay.replay import replay
 
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         return [
-            replay(trace, config, _teller(progress, f"{model} {config.policy}".strip()))
+            replay(trace, config, teller(progress, f"{model} {config.policy}".strip()))
             for config in configs
         ]
 

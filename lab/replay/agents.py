@@ -47,7 +47,7 @@ from kvrelay.lab.replay.trace import Answered, Trace, TraceRequest
 ANSWER_S, TOKEN_S = 2.9, 0.0152  # least squares over `api_time` of 15,400 published requests
 ROUNDED_S = 1.0  # `t` is in whole seconds
 MAX_BLOCK_TOKENS = 1 << 16
-MAX_FILE_BYTES = 256 << 20  # of a session that has more than one line
+MAX_FILE_BYTES = 256 << 20  # a session that has more than one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class _Session:
 
 
 def are_sessions(path: Path) -> bool:
-    """By the first line of the file, or of the first file of a folder."""
+    """What the first line says: that of the file, or of the first file of a folder."""
     files = _files(path)
     with opened(files[0]) as stream:
         _, text = next(lines_of(stream, files[0]), (0, ""))
@@ -96,8 +96,13 @@ def are_sessions(path: Path) -> bool:
 
 
 def read_sessions(path: Path, draw: Draw) -> Trace:
+<<<<<<< HEAD
     """Raises TraceError."""
     there = sum(1 for _ in texts_of(path))
+=======
+    """Those of a file or folder that `draw` chooses, as a closed loop. Raises TraceError."""
+    there = sum(1 for _ in _texts(path))
+>>>>>>> replay
     rng = np.random.default_rng(draw.seed)
     wanted = there if draw.sessions is None else draw.sessions
     drawn: list[int] = []
@@ -266,7 +271,7 @@ class _Placed:
     at_s: float  # if each answer takes as long as published
     ids: list[int]
     reusable: int  # tokens
-    number: int = 0  # of the request
+    number: int = 0  # the request's
 
 
 class _Blocks:

@@ -44,12 +44,13 @@ class ReplayConfig:
     timeout_s: float = 600.0  # for each request
     itl_target_s: float = 0.0  # at decode workers; 0: prompts there are computed whole
     stats_interval_s: float = 1.0  # workers tell their statistics so often
+    at_once: int = 0  # sessions: the next one starts when one ends; 0: each in its time
     why: bool = False  # say where the time to the first token goes: see `why`
 
     def __post_init__(self) -> None:
         if self.oracle and self.router.policy != "prefix":
             raise ValueError(f"an oracle's policy is prefix, not {self.router.policy}")
-        at_least = {"num_prefill": 0, "num_host_blocks": 0, "num_disk_blocks": 0}
+        at_least = {"at_once": 0, "num_prefill": 0, "num_host_blocks": 0, "num_disk_blocks": 0}
         at_least |= {"num_decode": 1, "num_blocks": 1, "block_size": 1, "max_num_seqs": 1}
         at_least |= {"max_num_batched_tokens": 1}
         for name, least in at_least.items():

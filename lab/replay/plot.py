@@ -87,6 +87,10 @@ def _draw_latencies(left: Axes, right: Axes, results: Sequence[ReplayResult], sl
         if len(results) == 1:
             seconds = _ones([sample.second_s for sample in done if sample.second_s is not None])
             _draw_percentiles(left, "second token", seconds, False)
+        if len(results) == 1 and result.is_closed:
+            for turns, is_first in (("first turns", True), ("later turns", False)):
+                its = [sample.ttft_s for sample in done if (sample.turn == 0) is is_first]
+                _draw_percentiles(left, turns, _ones(its), False)
         gaps = (result.itl_s.astype(np.float64), result.itl_counts.astype(np.int64))
         _draw_percentiles(right, name.replace("TTFT", "ITL"), gaps, len(results) == 1)
     for axis, title, limit_ms in ((left, "TTFT", slo.ttft_ms), (right, "ITL", slo.itl_ms)):

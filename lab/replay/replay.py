@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -133,6 +133,11 @@ class Replay:
             for before in request.after:
                 self._next[before].append(number)
         self.num_unasked = 0
+        self._left = Counter(request.session for request in trace.requests)  # by session
+        self._num_sessions = 0  # under way
+        # By session, the prompt that was made last: a turn's is made of the one before it.
+        self._prompts: dict[str | None, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._is_full = False  # the next session waits for the end of one
         self._num_ended = 0
         self._is_closed = trace.is_closed
         self._next_unshared = UNSHARED
@@ -214,11 +219,14 @@ class Replay:
         number, request = next(self._arrivals, (0, None))
         if request is None:
             return
-        at_s = request.at_s / self.config.speedup
+        at_s, most = request.at_s / self.config.speedup, self.config.at_once
 
         def submit() -> None:
+            self._num_sessions += 1
             self._submit(number, request)
-            self._submit_next()
+            self._is_full = 0 < most <= self._num_sessions
+            if not self._is_full:
+                self._submit_next()
 
         self.runtime.call_at(at_s, submit)
 
@@ -250,6 +258,17 @@ class Replay:
         )
         self.runtime.post(ROUTER, submit, self._request_s)
 
+    def _count_ended(self, request: TraceRequest) -> None:
+        """After the last request of a session, one that was held back may start."""
+        self._num_ended += 1
+        self._left[request.session] -= 1
+        if not self._left[request.session]:
+            self._num_sessions -= 1
+            self._prompts.pop(request.session, None)
+            if self._is_full:
+                self._is_full = False
+                self._submit_next()
+
     def _go_on(self, number: int, answered: bool) -> None:
         """Whoever waited for request `number` sends its next one, after its think time. A session
         ends with a request that was refused."""
@@ -260,7 +279,7 @@ class Replay:
             self._unanswered[each] -= 1
             if not answered:
                 del self._unanswered[each]
-                self._num_ended += 1
+                self._count_ended(requests[each])
                 self.num_unasked += 1
                 self._go_on(each, False)
             elif not self._unanswered[each]:
@@ -276,15 +295,23 @@ class Replay:
             count = -(-length // size)
             ids = tuple(range(self._next_unshared, self._next_unshared + count))
             self._next_unshared += count
-        tokens: list[int] = []
+        before, known = self._prompts.get(request.session, ((), ()))
+        shared = max(0, min(len(before), len(ids)) - 1)  # the last one of `before` may be partial
+        if ids[:shared] != before[:shared]:
+            shared = 0
+        tokens = [*known[: shared * size]]
         answers = self.trace.answers
-        for block in ids:
+        for block in ids[shared:]:
             tokens += [block] * size
             for part in answers.get(block, ()):
                 count, first = part.end - part.start, len(tokens) - size
                 answer = [FIRST_OUTPUT_TOKEN + part.request] * count
                 tokens[first + part.start : first + part.end] = answer
-        return tuple(tokens[:length])
+        del tokens[length:]
+        made = tuple(tokens)
+        if self._is_closed:
+            self._prompts[request.session] = ids, made
+        return made
 
     def _on_answer(self, now: float, answer: Any) -> None:
         sample = self._open.get(answer.request_id)
@@ -306,8 +333,9 @@ class Replay:
 
     def _end(self, now: float, sample: Sample) -> None:
         del self._open[sample.request_id]
-        self._num_ended += 1
-        self._go_on(int(sample.request_id[1:]), sample.refused is None)
+        number = int(sample.request_id[1:])
+        self._count_ended(self.trace.requests[number])
+        self._go_on(number, sample.refused is None)
         second_at = self.runtime.log.forget(int(sample.request_id[1:]))
         sample.second_s = None if second_at is None else second_at - sample.at_s
         decisions = self.router.explain(sample.request_id)

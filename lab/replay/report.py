@@ -18,6 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvrelay.lab.replay.at_once import Try
 from kvrelay.lab.replay.autoscale import ScaledResult
 from kvrelay.lab.replay.config import ReplayConfig
 from kvrelay.lab.replay.replay import ReplayResult, Sample
@@ -123,7 +124,7 @@ def _by_turn(result: ReplayResult, done: Sequence[Sample]) -> Summary:
             "sessions": len(sessions),
             "unasked": result.num_unasked,  # turns of sessions that a refusal has ended
             "seconds": _spread(seconds),
-            "gpu_s": gpu_s / len(sessions),  # of all workers, busy or not
+            "gpu_s": gpu_s / len(sessions),  # all workers, busy or not
             "reusable_tokens": reusable,
             "reused_share": _rate(reused, reusable),
         },
@@ -340,6 +341,41 @@ def per_model(results: Mapping[str, ReplayResult], slos: Mapping[str, Slo]) -> d
 def models_table(groups: Mapping[str, Summary]) -> Group:
     """Shows what `per_model` has found."""
     return Group("", _groups_table("model", groups))
+
+
+def at_once_json(trace: str, found: Mapping[str, Sequence[Try]], ttft_ms: float) -> Summary:
+    return {
+        "trace": trace,
+        "ttft_p90_slo_ms": ttft_ms,
+        "policies": {
+            name: {
+                "sessions_at_once": max((t.at_once for t in tries if t.passed), default=0),
+                "tries": [
+                    {
+                        "sessions_at_once": each.at_once,
+                        "passed": each.passed,
+                        "late": each.late,
+                        "requests": each.requests,
+                        "virtual_s": each.virtual_s,
+                    }
+                    for each in tries
+                ],
+            }
+            for name, tries in found.items()
+        },
+    }
+
+
+def at_once_table(trace: str, found: Mapping[str, Sequence[Try]], ttft_ms: float) -> Group:
+    """Shows the number of sessions found for each policy, and what was tried."""
+    table = _table("policy")
+    for column in ("sessions at once", "tried (late turns)"):
+        table.add_column(column, justify="right")
+    for name, figures in at_once_json(trace, found, ttft_ms)["policies"].items():
+        tried = ", ".join(f"{t['sessions_at_once']} ({t['late']})" for t in figures["tries"])
+        table.add_row(Text(name), f"{figures['sessions_at_once']:,}", tried)
+    title = Text(f"{trace}: p90 of TTFT within {ttft_ms:g} ms", style="bold")
+    return Group(title, table)
 
 
 MAX_GROUPS = 10  # tenants, priorities, retries and reasons shown; JSON has all

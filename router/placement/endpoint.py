@@ -41,10 +41,14 @@ def model_number(fingerprint: bytes) -> int:
     return int.from_bytes(blake2b(fingerprint, digest_size=8).digest())
 
 
+@cache
+def _fields_of(struct: str) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter(*dict(ffi.typeof(struct).fields))
+
+
 def native(struct: str, facts: WorkerInfo | WorkerStats) -> Any:
     """A struct of the native code, each of whose fields is a fact by its name."""
-    names = dict(ffi.typeof(struct).fields)
-    return ffi.new(f"{struct} *", {name: getattr(facts, name) for name in names})[0]
+    return ffi.new(f"{struct} *", _fields_of(struct)(facts))[0]
 
 
 def struct_field(name: str) -> Any:

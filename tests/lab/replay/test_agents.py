@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from kvrelay.lab.cli.replay import replay_command
 from kvrelay.lab.replay.agents import Draw
+from kvrelay.lab.replay.at_once import most_at_once
 from kvrelay.lab.replay.lines import TraceError
 from kvrelay.lab.replay.readers import read_trace
-from kvrelay.lab.replay.replay import replay
+from kvrelay.lab.replay.replay import Replay, replay
+from kvrelay.lab.replay.report import summary
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 from tests.lab.replay.replay_kit import checked, config
 
@@ -200,3 +204,84 @@ def test_a_session_ends_with_a_refused_turn(tmp_path: Path) -> None:
     result = replay(trace, config(num_blocks=20))
     assert [sample.refused is None for sample in result.samples] == [True, False]
     assert result.num_unasked == 1
+
+
+def test_at_once_holds_a_session_back_until_one_has_ended(tmp_path: Path) -> None:
+    trace = read(tmp_path, *({**GROWS, "id": f"s{number}"} for number in range(5)))
+    _, result = checked(trace, config(at_once=2))
+    spans = [
+        (min(s.at_s for s in its), max(s.at_s + (s.e2e_s or 0.0) for s in its))
+        for name in {sample.session for sample in result.samples}
+        if (its := [sample for sample in result.samples if sample.session == name])
+    ]
+    at_once = [sum(begin <= start < end for begin, end in spans) for start, _ in spans]
+    assert max(at_once) == 2
+    assert sum(start == 0.0 for start, _ in spans) == 2
+
+
+def test_the_search_ends_beside_the_first_number_that_fails(tmp_path: Path) -> None:
+    sessions = [{**GROWS, "id": f"s{number}"} for number in range(12)]
+    trace = read(tmp_path, *sessions, think_scale=0.0)
+    cluster = config(num_prefill=0, num_decode=1, num_blocks=2000, block_size=16)
+    tries = most_at_once(trace, cluster, ttft_s=0.06)
+    passed = [each.at_once for each in tries if each.passed]
+    failed = [each.at_once for each in tries if not each.passed]
+    assert 0 < max(passed) < min(failed)
+    assert min(failed) - max(passed) <= max(1, max(passed) // 8)
+    assert most_at_once(trace, cluster, ttft_s=60.0)[-1].at_once == 12
+
+
+def test_what_sessions_have_shown_is_in_the_figures(tmp_path: Path) -> None:
+    trace = read(tmp_path, GROWS, {**GROWS, "id": "other"})
+    found = summary(replay(trace, config(block_size=16, num_blocks=400)))
+    assert [found["turns"][each]["requests"] for each in ("first", "later")] == [2, 4]
+    sessions = found["sessions"]
+    assert (sessions["sessions"], sessions["unasked"]) == (2, 0)
+    assert sessions["reusable_tokens"] == 2 * (230 + 320)
+    assert 0.9 < sessions["reused_share"] <= 1.0
+    assert sessions["gpu_s"] == pytest.approx(5 * found["virtual_s"] / 2)
+
+
+def test_a_prompt_made_of_the_one_before_has_the_same_tokens(tmp_path: Path) -> None:
+    trace = read(tmp_path, GROWS, DELEGATES)
+    run = Replay(trace, config())
+    for number, request in enumerate(trace.requests):
+        assert run._tokens(request) == Replay(trace, config())._tokens(request), number
+        assert len(run._tokens(request)) == request.input_length
+
+
+def test_the_command_replays_sessions_and_searches(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("\n".join(json.dumps({**GROWS, "id": f"s{n}"}) for n in range(6)))
+    common = ["--block-size", "64", "--json", "-"]
+    plain = ["--sessions", "3", "--at-once", "1", "--plot", str(tmp_path / "a.png"), *common]
+    replayed = CliRunner().invoke(replay_command, [str(path), *plain])
+    found = json.loads(replayed.stdout)["results"][0]
+    assert (found["requests"], found["sessions"]["sessions"]) == (9, 3)
+    assert (tmp_path / "a.png").stat().st_size
+    searched = CliRunner().invoke(replay_command, [str(path), "--find-at-once", *common])
+    policies = json.loads(searched.stdout)["policies"]
+    assert policies["prefix"]["sessions_at_once"] == 6  # all there are
+    assert [each["sessions_at_once"] for each in policies["prefix"]["tries"]] == [4, 6]
+    tables = CliRunner().invoke(replay_command, [str(path), "--find-at-once", "--block-size", "64"])
+    assert "4 (0), 6 (0)" in tables.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["synthetic:chat", "--at-once", "3"], "--at-once is for sessions of agents"),
+        (["PATH", "--copies", "2"], "of sessions there are --sessions, --start-rate"),
+        (["PATH", "--limit", "2"], "these are sessions; --sessions takes some of them"),
+        (["PATH", "--max-input", "9"], "no session has a prompt of at most 9 tokens"),
+    ],
+)
+def test_options_that_do_not_go_with_the_traffic_are_one_line(
+    tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    path = tmp_path / "sessions.jsonl"
+    path.write_text(json.dumps(GROWS))
+    given = [str(path) if each == "PATH" else each for each in arguments]
+    result = CliRunner().invoke(replay_command, given)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
