@@ -96,13 +96,8 @@ def are_sessions(path: Path) -> bool:
 
 
 def read_sessions(path: Path, draw: Draw) -> Trace:
-<<<<<<< HEAD
-    """Raises TraceError."""
-    there = sum(1 for _ in texts_of(path))
-=======
     """Those of a file or folder that `draw` chooses, as a closed loop. Raises TraceError."""
-    there = sum(1 for _ in _texts(path))
->>>>>>> replay
+    there = sum(1 for _ in texts_of(path))
     rng = np.random.default_rng(draw.seed)
     wanted = there if draw.sessions is None else draw.sessions
     drawn: list[int] = []
