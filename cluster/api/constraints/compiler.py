@@ -104,10 +104,16 @@ def what_is_wrong(vocabulary: llguidance.LLTokenizer, grammar: str) -> str | Non
             wrong = llguidance.LLMatcher.validate_grammar(grammar) or wrong
         return in_one_line(wrong)
     if matcher.stop_reason() not in ("NotStopped", "NoExtension"):
-        said = matcher.get_error() if matcher.is_error() else NOTHING
-        return NOTHING if said.startswith("NoExtension") else in_one_line(said)
+        return _said(matcher) or NOTHING
     _try(matcher, vocabulary)
-    return in_one_line(matcher.get_error()) if matcher.is_error() else None
+    return _said(matcher)
+
+
+def _said(matcher: llguidance.LLMatcher) -> str | None:
+    error = matcher.get_error() if matcher.is_error() else None
+    if error is None:
+        return None
+    return NOTHING if error.startswith("NoExtension") else in_one_line(error)
 
 
 def _try(matcher: llguidance.LLMatcher, vocabulary: llguidance.LLTokenizer) -> None:
