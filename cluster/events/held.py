@@ -23,7 +23,7 @@ from kvrelay.engine.node import NodeId
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)  # that a worker has for itself; each is a bit in a mask
 NUM_TIERS = len(TIERS)
 WORKER_MASK = (1 << NUM_TIERS) - 1
-SLICE = 256  # blocks between two pauses
+SLICE = 64  # blocks between two pauses
 
 
 @dataclass(frozen=True, slots=True)

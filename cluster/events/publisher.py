@@ -40,6 +40,7 @@ log = logging.getLogger("kvrelay.events")
 POLL_MS = 20  # what comes meanwhile is one batch for each worker
 BIND_S = 0.5  # between two tries: the router before this one may still be there
 CLOSE_S = 2.0
+PAUSE_S = 0.0001  # in which the router's loop gets Python's lock; after 0 s it would not
 TAKE_S = 0.1  # before what has changed is published
 MAX_WAITING = 64 << 20  # bytes of names and tokens that the thread has not taken
 CALL_BYTES = 200  # about what a call takes beside those
@@ -142,7 +143,7 @@ class EventPublisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._replays: list[_Replay] = []
-        self._blocks = PublishedBlocks(settings.max_blocks, lambda: time.sleep(0))
+        self._blocks = PublishedBlocks(settings.max_blocks, lambda: time.sleep(PAUSE_S))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 

@@ -11,6 +11,7 @@ import pytest
 from kvrelay.cluster.events import publisher as module
 from kvrelay.cluster.events.form import number_of
 from kvrelay.cluster.events.publisher import endpoint_of, salt_tag
+from kvrelay.engine.kv.block_hash import group_hash
 from kvrelay.engine.kv.events import KVSnapshot
 from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.engine.kv.tier import Tier
@@ -100,6 +101,17 @@ def test_tokens_may_be_known_before_or_after_the_worker_says_it_has_them(made: l
     listener.follow(router)
     assert listener.has(0) == set()
     router.name(PROMPT)
+    listener.follow(router)
+    assert listener.has(0) == numbers(names)
+
+
+def test_of_a_model_with_groups_the_blocks_of_the_first_are_published(made: list[Any]) -> None:
+    router = publishing(made)
+    router.up("decode-0")
+    router.start()
+    names = router.name(PROMPT)
+    router.say("decode-0", [*names, *(group_hash(name, 1) for name in names)])
+    listener = peer(made, router)
     listener.follow(router)
     assert listener.has(0) == numbers(names)
 
