@@ -127,7 +127,7 @@ class Runs:
         return run
 
     def all(self) -> set[Run]:
-        """Cost: O(number of blocks)."""
+        """Every run. Cost: O(number of blocks)."""
         return {run for run in self._of if run is not None}
 
     def check_integrity(self) -> None:
