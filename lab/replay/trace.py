@@ -168,9 +168,9 @@ _CHAT = ConversationShape(
     answer=Size(220, 0.8, 2_000),
     think=Size(25, 1.0, 600),
 )
-# Medians and deviations of 240 sessions of Claude Code (kv-cache-tester, commit 94f6046): 17,411
-# requests, of whose prompt tokens 96.6 % had been seen before. Think times above ten minutes (3 %)
-# count as ten; a session ends where its agent would shorten the prompt.
+# Medians and logarithmic deviations of 240 sessions of Claude Code (kv-cache-tester, commit
+# 94f6046): 17,411 requests, of whose prompt tokens 96.6 % had been seen before. Think times above
+# ten minutes (3 %) count as ten; a session ends where its agent would shorten the prompt.
 _AGENTS = ConversationShape(
     tenants=2,
     system_prompts=4,
