@@ -84,6 +84,10 @@ class Agent(Member):
         return len(self.on_time) + len(self.late)
 
     @property
+    def num_late(self) -> int:
+        return len(self.late)
+
+    @property
     def newest(self) -> QueueEntry:
         return next(reversed((self.late or self.on_time).values()))
 
@@ -307,10 +311,10 @@ class Group(Member, Generic[Each]):
         self._place(member)
 
     def _place(self, member: Each) -> None:
-        for is_late, turns in enumerate(self._turns):
-            turn = member.turn(bool(is_late))
-            if turns or turn:
-                turns.place(member, turn)
+        on_time, late = self._turns
+        on_time.place(member, member.turn(is_late=False))
+        if late or member.num_late:
+            late.place(member, member.turn(is_late=True))
 
     def _forget_first(self) -> None:
         name, _ = self._idle.popitem(last=False)
