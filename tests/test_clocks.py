@@ -25,6 +25,8 @@ TIME_OF_DAY = {
     "cluster/api/responses/store": KEPT,
     "cluster/api/text/chat_template": "templates write today's date",
     "cluster/api/cluster_metrics": THERE,
+    "cluster/api/adapter_metrics": "vLLM's metric has the time as its value",
+    "cluster/events/publisher": "vLLM's batches of events have it",
     "cluster/api/console/routes": "the axis of its charts",
     "cluster/api/console/sessions": "how long a ticket and a session are good, over restarts",
     "cluster/api/utility/model_list": STAMPS,

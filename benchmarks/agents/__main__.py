@@ -53,7 +53,7 @@ def main(
     seed: int, rounds: int, servers: str, vllm_python: Path | None, eager: bool,
     json_path: Path | None,
 ) -> None:  # fmt: skip
-    """The same sessions through each server, in turns."""
+    """Sends the same sessions to each server, in turns."""
     scale = Scale(most_turns=turns)
     model = read_config(resolve_model(MODEL, progress=lambda _: None))
     most = (model.max_position_embeddings - 64) * scale.tokens

@@ -49,7 +49,7 @@ def scaled(line: dict[str, Any], scale: Scale, names: dict[tuple[int, ...], int]
 @click.option("--max-input", type=click.IntRange(1), default=8000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 def main(path: Path, folder: Path, sessions: int, turns: int, max_input: int, seed: int) -> None:
-    """One file a session."""
+    """Writes a file for each session."""
     scale = Scale(most_turns=turns)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.loads(text) for _, _, text in texts_of(path)]

@@ -19,7 +19,7 @@ from benchmarks.serving.conversations import http_client, tokens_by_source
 from kvrelay.lab.bench.load import Client, LoadSpec, RequestTiming
 from kvrelay.lab.replay.trace import Trace, TraceRequest
 
-TOKENS = range(1_000, 40_000)  # of which prompts are made: any vocabulary has them
+TOKENS = range(1_000, 40_000)  # prompts are made of these: any vocabulary has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Scale:
     """How sessions are made smaller."""
 
     tokens: int = 32  # so many become one
-    most_turns: int = 16  # of an agent
+    most_turns: int = 16  # an agent has no more
     most_think_s: float = 20.0
 
 

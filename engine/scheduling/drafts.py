@@ -265,7 +265,7 @@ class Drafts:
             yielded = max(yielded, best.tokens / best.cost)
             best = _chosen(own, asked, prices, gain * yielded)
         best.cut(self._max_rows - len(seqs), MAX_SLOWDOWN if len(seqs) > 1 else inf)
-        if not best.num_rows:
+        if not best.num_rows or best.tokens <= best.cost * len(seqs):  # what is left may lose
             return None
         return [
             Draft([], count) if source.is_asked else Draft(source.tokens[:count])

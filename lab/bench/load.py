@@ -70,7 +70,9 @@ class RequestTiming:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)  # of the answer, where they are asked for
+    token_ids: list[int] = field(
+        default_factory=list
+    )  # those of the answer, if the body asks for them
     usage: dict[str, Any] = field(default_factory=dict)  # as the server sent it
     error: str | None = None
     request_id: str = ""  # as the server calls it

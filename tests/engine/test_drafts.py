@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrelay.engine.cost import DraftCosts
@@ -359,6 +359,7 @@ def test_the_less_exactly_costs_are_known_the_more_drafts_have_to_gain() -> None
     assert counts_of[0] > counts_of[1]
 
 
+@example([(0.5, 0), (0.5, 2), (0.875, 2)], 0.0, 0.25, 0.125)  # what is cut leaves too little
 @given(
     st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(0, 7)), min_size=1, max_size=5),
     st.floats(0.0, 0.3),
