@@ -41,6 +41,13 @@ THINK_SCALE = 0.1
 @click.option("--turns", type=click.IntRange(2), default=16, show_default=True, help="Of an agent.")
 @click.option("--start-rate", type=float, default=1.0, show_default=True, help="Sessions a second.")
 @click.option("--memory", type=float, default=0.33, show_default=True, help="Share of sessions.")
+@click.option(
+    "--max-input",
+    type=click.IntRange(64),
+    default=3000,
+    show_default=True,
+    help="Tokens of a prompt: a session ends before a longer one. Each pool has to hold one.",
+)
 @click.option("--no-host", is_flag=True, help="Ours have no host tier.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True)
@@ -49,15 +56,16 @@ THINK_SCALE = 0.1
 @click.option("--eager", is_flag=True, help="vLLM compiles nothing.")
 @json_option()
 def main(
-    path: Path, sessions: int, turns: int, start_rate: float, memory: float, no_host: bool,
-    seed: int, rounds: int, servers: str, vllm_python: Path | None, eager: bool,
+    path: Path, sessions: int, turns: int, start_rate: float, memory: float, max_input: int,
+    no_host: bool, seed: int, rounds: int, servers: str, vllm_python: Path | None, eager: bool,
     json_path: Path | None,
 ) -> None:  # fmt: skip
     """Sends the same sessions to each server, in turns."""
     scale = Scale(most_turns=turns)
     model = read_config(resolve_model(MODEL, progress=lambda _: None))
-    most = (model.max_position_embeddings - 64) * scale.tokens
-    draw = Draw(sessions, start_rate, THINK_SCALE, most, share_prompts=True, seed=seed)
+    draw = Draw(
+        sessions, start_rate, THINK_SCALE, max_input * scale.tokens, share_prompts=True, seed=seed
+    )
     trace = read_trace(path, draw=draw)
     per_token = model.kv_spec(16, "bfloat16").bytes_per_token
     kv_gib = most_tokens(trace, scale) * memory * per_token / 2**30
