@@ -265,7 +265,8 @@ class Drafts:
             yielded = max(yielded, best.tokens / best.cost)
             best = _chosen(own, asked, prices, gain * yielded)
         best.cut(self._max_rows - len(seqs), MAX_SLOWDOWN if len(seqs) > 1 else inf)
-        if not best.num_rows or best.tokens <= best.cost * len(seqs):  # what is left may lose
+        gained, cost = best.tokens - len(seqs), (best.cost - 1.0) * len(seqs)
+        if not best.num_rows or gained <= min(gain, 1.0) * cost:  # what is left may lose
             return None
         return [
             Draft([], count) if source.is_asked else Draft(source.tokens[:count])
