@@ -254,8 +254,8 @@ def _nixl_agent(name: NodeId, pool: Any, host: Any, share: HeadShare) -> Any:
 
 def has_own_cores(spec: WorkerSpec) -> bool:
     """Whether its steps take nothing from other workers of its machine, and those nothing from it:
-    on a GPU, or where there is a core for each thread that all of them may have."""
-    threads = spec.engine.threads * (spec.num_peers + 1)
+    on a GPU, or where there is a core for each thread of as many workers with as many ranks."""
+    threads = spec.engine.threads * spec.num_ranks_here * (spec.num_peers + 1)
     return spec.on_gpu or 0 < threads <= len(os.sched_getaffinity(0))
 
 

@@ -8,6 +8,7 @@ part of the next prompt, that has the tokens that the server answered.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -35,10 +36,8 @@ class Scale:
 class Turn:
     """A request of an agent, scaled."""
 
-    number: int  # in the trace
     request: TraceRequest
     agent: str  # its session, and which of the agents in it
-    is_last: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
     prompt: list[int] = field(default_factory=list)
     timing: RequestTiming | None = None  # None: it was not sent, since one before it failed
@@ -55,23 +54,17 @@ class Turn:
 def turns_of(trace: Trace, scale: Scale) -> dict[int, Turn]:
     """By number, those that are sent: the first of each agent, if what they wait for is sent."""
     turns: dict[int, Turn] = {}
-    agents: dict[str, int] = {}  # by session, how many
+    agents = Counter[str]()  # by session, how many
     for number, request in enumerate(trace.requests):
         waits_for = [turns.get(before) for before in request.after]
         if request.turn >= scale.most_turns or None in waits_for:
             continue
-        own = next(
-            (each for each in waits_for if each and each.request.turn == request.turn - 1), None
-        )
-        if own is None:
+        before = (each.agent for each in waits_for if each and each.request.turn < request.turn)
+        if (agent := next(before, None)) is None:
             session = str(request.session)
-            agents[session] = agents.get(session, 0) + 1
-            own_name = session if agents[session] == 1 else f"{session}~{agents[session]}"
-        else:
-            own_name = own.agent
-        turns[number] = Turn(number, request, own_name)
-    for name in {turn.agent for turn in turns.values()}:
-        [turn for turn in turns.values() if turn.agent == name][-1].is_last = True
+            agents[session] += 1
+            agent = session if agents[session] == 1 else f"{session}~{agents[session]}"
+        turns[number] = Turn(request, agent)
     return turns
 
 
@@ -150,22 +143,22 @@ def figures(trace: Trace, scale: Scale, turns: Mapping[int, Turn], elapsed_s: fl
     reusable = sum(min(turn.request.reusable // scale.tokens, len(turn.prompt)) for turn in later)
     sources = tokens_by_source(timings)
     found = sum(count for source, count in sources.items() if source != "computed")
-    ended: dict[str, float] = {}
-    began: dict[str, float] = {}
-    whole = {turn.request.session for turn in turns.values()}
-    whole -= {turn.request.session for turn in turns.values() if turn.has_failed}
+    failed = {turn.request.session for turn in turns.values() if turn.has_failed}
+    sessions: defaultdict[str | None, list[RequestTiming]] = defaultdict(list)
     for turn in good:
-        name = str(turn.request.session)
-        if turn.request.session in whole and turn.timing:
-            began[name] = min(began.get(name, turn.timing.sent_at), turn.timing.sent_at)
-            ended[name] = max(ended.get(name, 0.0), turn.timing.ended_at)
+        if turn.timing and turn.request.session not in failed:
+            sessions[turn.request.session].append(turn.timing)
+    took_s = [
+        max(each.ended_at for each in its) - min(each.sent_at for each in its)
+        for its in sessions.values()
+    ]
     return {
         **ttft("first", first, (50, 90)),
         **ttft("later", timings, (50, 90, 99)),
         "cached_share": found / max(1, sum(timing.num_prompt_tokens for timing in timings)),
         "of_reusable": found / max(1, reusable),
         **{f"from_{name}": float(count) for name, count in sources.items()},
-        "session_p50_s": median([ended[name] - began[name] for name in ended] or [0.0]),
+        "session_p50_s": median(took_s or [0.0]),
         "turns": float(len(turns)),
         "failed": float(sum(turn.has_failed for turn in turns.values())),
         "elapsed_s": elapsed_s,

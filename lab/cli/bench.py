@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from kvrelay.cluster.cli.client import plain_errors, url_option
 from kvrelay.lab.bench.load import PERCENTILES, LoadSpec, RequestTiming, run_load, summarize
+from kvrelay.lab.cli.figures import write_json
 
 MAX_TOKENS = 1 << 20
 
@@ -84,11 +84,10 @@ def engine(json_path: Path | None, **options: Any) -> None:
         raise click.ClickException(str(error)) from error
     for notice in result["notices"]:
         console.print(notice, style="yellow", markup=False, soft_wrap=True)
-    if str(json_path) == "-":
-        click.echo(json.dumps(result, indent=2))
-        return
     if json_path is not None:
-        json_path.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(json_path, result)
+    if str(json_path) == "-":
+        return
     shown = Console(highlight=False)
     shown.print(engine_tables(result))
     for line in engine_lines(result):
@@ -202,11 +201,7 @@ def serve(url: str, model: str | None, json_path: Path | None, **options: Any) -
         timings, elapsed_s = asyncio.run(run_load(spec, on_done))
     result = summarize(spec, timings, elapsed_s)
     if json_path is not None:
-        text = json.dumps(result, indent=2) + "\n"
-        if str(json_path) == "-":
-            click.echo(text, nl=False)
-        else:
-            json_path.write_text(text)
+        write_json(json_path, result)
     if json_path is None or str(json_path) != "-":
         Console().print(result_table(result))
     if not result["num_completed"]:

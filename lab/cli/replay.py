@@ -9,7 +9,6 @@ fleet that stays as it is and an oracle that knows the trace.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -24,6 +23,7 @@ from rich.console import Console
 from kvrelay.cluster.cli.settings import set_option
 from kvrelay.cluster.config import ConfigError, load_config
 from kvrelay.cluster.config_checks import require_extra
+from kvrelay.lab.cli.figures import write_json
 from kvrelay.lab.cli.progress import progress_bar, teller
 from kvrelay.lab.cli.sessions import draw_of, found_at_once, session_options
 from kvrelay.lab.replay.agents import Draw
@@ -128,12 +128,7 @@ def run_autoscale(
         lines = [encode_line(line) + b"\n" for line in found[0].log]
         options["log_path"].write_bytes(b"".join(lines))
     if json_path is not None:
-        figures = scaled_tables_json(found, slo, scaling, config)
-        text = json.dumps(figures, indent=2) + "\n"
-        if str(json_path) == "-":
-            click.echo(text, nl=False)
-        else:
-            json_path.write_text(text)
+        write_json(json_path, scaled_tables_json(found, slo, scaling, config))
     if plot_path is not None:
         from kvrelay.lab.replay.plot import save_scaling_plot
 
@@ -546,8 +541,4 @@ def _write_json(
         "settings": settings if len(settings) > 1 else next(iter(settings.values())),
         "results": [each for its in found.values() for each in its],
     }
-    text = json.dumps(everything, indent=2) + "\n"
-    if str(path) == "-":
-        click.echo(text, nl=False)
-    else:
-        path.write_text(text)
+    write_json(path, everything)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from rich.console import Console
 
+from kvrelay.lab.cli.figures import write_json
 from kvrelay.lab.cli.progress import progress_bar, teller
 from kvrelay.lab.replay.agents import Draw
 from kvrelay.lab.replay.config import ReplayConfig
@@ -72,8 +72,4 @@ def found_at_once(
     if str(json_path) != "-":
         Console().print(at_once_table(trace.name, found, ttft_ms))
     if json_path is not None:
-        text = json.dumps(at_once_json(trace.name, found, ttft_ms), indent=2) + "\n"
-        if str(json_path) == "-":
-            click.echo(text, nl=False)
-        else:
-            json_path.write_text(text)
+        write_json(json_path, at_once_json(trace.name, found, ttft_ms))

@@ -336,7 +336,7 @@ class Replay:
         number = int(sample.request_id[1:])
         self._count_ended(self.trace.requests[number])
         self._go_on(number, sample.refused is None)
-        second_at = self.runtime.log.forget(int(sample.request_id[1:]))
+        second_at = self.runtime.log.forget(number)
         sample.second_s = None if second_at is None else second_at - sample.at_s
         decisions = self.router.explain(sample.request_id)
         if decisions:

@@ -251,13 +251,21 @@ def test_a_worker_waits_for_what_others_may_have_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "num_peers", "own"), [(1, 1, True), (1, 2, False), (2, 1, False), (0, 0, False)]
+    ("threads", "ranks", "num_peers", "own"),
+    [
+        (1, 1, 1, True),
+        (1, 1, 2, False),
+        (2, 1, 1, False),
+        (0, 1, 0, False),
+        (1, 2, 0, True),
+        (1, 2, 1, False),
+    ],
 )
 def test_workers_with_a_core_for_each_thread_do_not_share_cores(
-    monkeypatch: pytest.MonkeyPatch, threads: int, num_peers: int, own: bool
+    monkeypatch: pytest.MonkeyPatch, threads: int, ranks: int, num_peers: int, own: bool
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _pid: {0, 1})
-    engine = EngineSection(num_blocks=8, threads=threads)
+    engine = EngineSection(num_blocks=8, threads=threads, tensor_parallel_size=ranks)
     spec = spec_of(engine=engine, num_peers=num_peers, machine="m")
     plan = plan_kv(MODEL, engine, "float32")
     assert worker_config(spec, plan, 8192, bytes(32)).cores == ("" if own else "m")

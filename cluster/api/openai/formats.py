@@ -255,8 +255,8 @@ class _Reader:
         self._parser = reading.parser()
         self._reading, self._choice, self._reasoning = reading, choice, reasoning
         self._num_calls = 0
-        self._custom = {tool.name for tool in reading.given if tool.custom is not None}
-        self._input: CustomInput | None = None  # of the call that is written
+        self._custom = reading.custom
+        self._input: CustomInput | None = None  # text of the call that is under way
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
         events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)

@@ -184,9 +184,9 @@ class GenerateEndpoint(Generic[Request]):
                 request, name = await self._asked(http, call, arrived)
             ctx = self._ctx.chosen(request.model, tenant)
             call.model = ctx.model_name
-            names = ctx.settings.session_headers
-            root = session_in(request, http.headers, names)
-            about = replace(call_of(ctx, request, tenant, name, call.timeout_s), root=root)
+            session = session_in(request, http.headers, ctx.settings.session_headers)
+            about = call_of(ctx, request, tenant, name, call.timeout_s)
+            about = replace(about, root=session.name)
             failed = ctx.refuse_early(about)
             if failed is not None:
                 raise refused(failed)
@@ -197,8 +197,7 @@ class GenerateEndpoint(Generic[Request]):
                     async with self._in_time(call):
                         plan = await self._plan(ctx, request, tenant)
                     await arrived.aclose()
-                    plan = with_session(plan, request, http.headers, names)
-                    plan = replace(plan, call=about.name)
+                    plan = replace(with_session(plan, session), call=about.name)
                     return await self._generate(ctx, http, call, send, request, plan)
                 finally:
                     used = 0 if call.result is None else call.result.usage["total_tokens"]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
@@ -55,6 +55,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "skip_reading_prefix_cache": (False,),
 }
 _NAMES = {"prompt": "token_ids"}
+Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
 
 class TokensBody(BaseModel):
@@ -198,28 +199,33 @@ class _Render:
         self._ctx = ctx
 
     async def chat(self, http: Request) -> Response:
-        with utility_call(self._ctx, http) as tenant:
-            async with held_body(self._ctx, http) as body:
-                request = await self._ctx.in_json_thread(len(body), parse, ChatRequest, body)
-                ctx = self._ctx.chosen(request.model, tenant)
-                plan = await plan_chat(ctx, request, tenant)
+        request, plan = await self._planned(http, ChatRequest, plan_chat)
         if plan.choices[0].sampling.reasoning is not None:
             raise invalid("'thinking_budget': a bound of reasoning is not told in tokens")
         name = f"chatcmpl-{http.scope['state']['request_id']}"
         return JSONResponse(_rendered(request, plan, 0, name))
 
     async def completion(self, http: Request) -> Response:
-        with utility_call(self._ctx, http) as tenant:
-            async with held_body(self._ctx, http) as body:
-                request = await self._ctx.in_json_thread(len(body), parse, CompletionRequest, body)
-                ctx = self._ctx.chosen(request.model, tenant)
-                plan = await plan_completion(ctx, request, tenant)
+        request, plan = await self._planned(http, CompletionRequest, plan_completion)
         name = f"cmpl-{http.scope['state']['request_id']}"
         made = [
             _rendered(request, plan, i * request.n, f"{name}-{i}")
             for i in range(len(plan.choices) // request.n)
         ]
         return JSONResponse(made)
+
+    async def _planned(
+        self,
+        http: Request,
+        kind: type[Asked],
+        plan: Callable[[ApiContext, Asked, Tenant], Awaitable[Plan]],
+    ) -> tuple[Asked, Plan]:
+        """The request in the body, and how it would be carried out. Raises `ApiError`."""
+        with utility_call(self._ctx, http) as tenant:
+            async with held_body(self._ctx, http) as body:
+                request = await self._ctx.in_json_thread(len(body), parse, kind, body)
+                ctx = self._ctx.chosen(request.model, tenant)
+                return request, await plan(ctx, request, tenant)
 
 
 def _rendered(request: GenerationRequest, plan: Plan, index: int, name: str) -> dict[str, Any]:

@@ -199,6 +199,11 @@ class Reading:
         begun = thinks is not None and opened >= 0
         return cls(tools, given, thinks, begun, ended=closed > opened)
 
+    @property
+    def custom(self) -> set[str]:
+        """Names of the tools that take a text."""
+        return {tool.name for tool in self.given if tool.custom is not None}
+
     def new_id(self, seed: str) -> str:
         """Makes the id of a call; one seed always makes one id."""
         return self.tools.new_id(seed) if self.tools else seed

@@ -175,8 +175,7 @@ class ResponseFormat(BlockFormat):
     ) -> None:
         super().__init__(plan)
         self._id, self._keep = response_id, keep
-        given = plan.reading.given if plan.reading else ()
-        self._custom = {tool.name for tool in given if tool.custom is not None}
+        self._custom = plan.reading.custom if plan.reading else set()
         self._spaces = request.spaces
         self._encrypts = ENCRYPTED in (request.asked.include or ())
         self._response = begun(

@@ -396,7 +396,7 @@ def _tools(given: list[dict[str, Any]]) -> tuple[list[ToolParam], dict[str, list
             function["name"] = _spaced(space, tool["name"])
             spaces[function["name"]] = [space, tool["name"]]
         built = build(Function, function, place)
-        tools.append(ToolParam.model_construct(function=built, takes=takes))
+        tools.append(ToolParam.model_construct(type="function", function=built, takes=takes))
     return tools, spaces
 
 
