@@ -58,6 +58,7 @@ _TOKEN = re.compile(
     |(?P<sign>->|\.\.|[.:|()\[\]{},~=+*?&])""",
     re.VERBOSE | re.ASCII,
 )
+_CLOSING = {")": "(", "]": "[", "}": "{"}
 MAX_TOKENS = 20_000
 
 
@@ -121,17 +122,22 @@ def _read(source: str) -> _Definition:
 
 
 def _tokens(definition: _Definition) -> Iterator[_Token]:
-    source, at, depth = definition.source, 0, 0
+    source, at = definition.source, 0
+    opened: list[_Token] = []  # brackets
     while at < len(source):
         found = _TOKEN.match(source, at)
         if found is None:
             raise definition.wrong(f"{source[at : at + 20]!r} is not understood", at)
-        kind, text = str(found.lastgroup), found[0]
-        if kind == "sign":
-            depth += (text in "([{") - (text in ")]}")
-        if kind != "skip" and not (kind == "line" and depth > 0):
-            yield _Token(kind, text, at)
+        token = _Token(str(found.lastgroup), found[0], at)
+        if token.text in _CLOSING.values():
+            opened.append(token)
+        elif token.text in _CLOSING and (not opened or opened.pop().text != _CLOSING[token.text]):
+            raise definition.wrong(f"{token.text!r} closes no bracket", at)
+        if token.kind != "skip" and not (token.kind == "line" and opened):
+            yield token
         at = found.end()
+    if opened:
+        raise definition.wrong(f"{opened[-1].text!r} is not closed", opened[-1].at)
 
 
 def _statements(definition: _Definition, tokens: list[_Token]) -> Iterator[list[_Token]]:
