@@ -12,6 +12,7 @@ from enum import Enum, StrEnum
 from operator import attrgetter
 from typing import Annotated, Any, get_type_hints
 
+from kvrelay.engine.images import Expanded, Images
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.needs import Need
@@ -137,6 +138,7 @@ class SamplingParams:
     prediction: tuple[int, ...] = ()  # tokens that the output may well have: drafts come of them
     prompt_logprobs: int | None = None  # likewise, of the prompt's tokens after the first
     pooling: Pooling | None = None  # an embedding of the prompt is wanted
+    expands: bool = False  # nothing is wanted but the tokens that its images are to the model
 
     @property
     def is_masked(self) -> bool:
@@ -146,7 +148,7 @@ class SamplingParams:
     @property
     def reads_prompt(self) -> bool:
         """Whether each token of the prompt gives outputs: none of it may come from a cache."""
-        return self.prompt_logprobs is not None or self.pooling is not None
+        return self.prompt_logprobs is not None or self.pooling is not None or self.expands
 
     def must_go_on(self, num_output_tokens: int) -> bool:
         """Whether no stop token may follow so many tokens of output, unless nothing else can."""
@@ -207,6 +209,7 @@ class RequestSpec:
     _: KW_ONLY
     scope: CacheScope = UNSALTED  # who may share its KV; what it needs has a part in it
     need: Need | None = None  # what has to be loaded where it is computed
+    images: Images | None = None  # None: its prompt has none
     retention: Retention | None = None  # for its KV; None: the workers' own
     priority: int = 0  # the lowest goes first; says of which class of service it is
 
@@ -246,6 +249,7 @@ class PromptOutputs:
 
     logprobs: tuple[TokenLogprobs, ...] = ()  # for the second token and those that follow
     embedding: bytes = b""  # float32, of the hidden size; not normalized
+    expanded: Expanded | None = None  # the prompt with the tokens of its images
 
 
 NO_OUTPUTS = PromptOutputs()

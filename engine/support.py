@@ -30,6 +30,7 @@ class Capability(StrEnum):
     PENALTIES = "penalties, biases, bad_words"
     LOGPROBS = "log-probabilities"
     EMBEDDINGS = "embeddings"
+    IMAGES = "images in prompts"
     HAND_OVER = "prompts computed for others"
     HOST_TIER = "host tier"
     DISK_TIER = "disk tier"
@@ -191,6 +192,7 @@ _FILES = "servers of one cluster.name read [[models]] of their files: change tho
 _KEPT = "workers that run vllm keep their weights: restart the server with the new ones"
 _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
+_NO_IMAGES = "images are read by workers with engine.runs = 'vllm'"
 _PARTS = "vLLM takes no grammar of several parts, as tool calls beside reasoning need"
 
 _OF_DRAFTERS = (
@@ -223,6 +225,10 @@ RULES: dict[Capability, tuple[No, ...]] = {
         _no("engine", "vLLM's bad_words are texts, not tokens", Trait.VLLM, how=How.PART),
     ),
     Capability.EMBEDDINGS: (_no("engine", "vLLM's workers compute no embeddings", Trait.VLLM),),
+    Capability.IMAGES: (
+        _no("engine", _NO_IMAGES, Trait.CPU),
+        _no("engine", _NO_IMAGES, Trait.GPU),
+    ),
     Capability.HAND_OVER: _not_copied(How.REFUSED, "vLLM's workers compute their own prompts"),
     Capability.HOST_TIER: _OF_TIERS,
     Capability.DISK_TIER: _OF_TIERS,

@@ -235,7 +235,9 @@ class RequestRecord:
     def take_outputs(self, outputs: PromptOutputs) -> None:
         """They have come with the first token: no later attempt has to give them."""
         if self.sampling.reads_prompt:
-            self.sampling = replace(self.sampling, prompt_logprobs=None, pooling=None)
+            self.sampling = replace(
+                self.sampling, prompt_logprobs=None, pooling=None, expands=False
+            )
             self._outputs = outputs
 
     def give_outputs(self) -> PromptOutputs:

@@ -41,6 +41,7 @@ from kvrelay.engine.step import (
     StepDone,
     StepProgress,
 )
+from kvrelay.engine.support import Capability, Trait, refusal_of
 from kvrelay.kvtransfer.agent import (
     CopyDone,
     PeerConnected,
@@ -331,6 +332,8 @@ class Worker:
     nor a transfer writes to them; a sequence is REMOTE iff the connector has an arrival for it that
     has begun; one that is computed for another worker has a handoff with the producer."""
 
+    reads_images: ClassVar[bool] = False
+
     def __init__(
         self,
         config: WorkerConfig,
@@ -403,6 +406,10 @@ class Worker:
         }
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
+        if request.images is not None and not self.reads_images:
+            key = request.request_id, request.attempt
+            why = refusal_of(Capability.IMAGES, (Trait.CPU,))
+            return [Send(request.router, self.core.refusal(*key, Refusal.UNSUPPORTED, why))]
         accepted = self.core.accept(now, request, role_needs_growth=role.needs_growth)
         if isinstance(accepted, Refused):
             about = [each for plug in self.plugs for each in plug.on_refused(request)]

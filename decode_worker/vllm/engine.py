@@ -12,11 +12,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.decode_worker.vllm.copies import Copies
+from kvrelay.decode_worker.vllm.images import ImageThread, Rendered
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Cleared,
@@ -64,9 +66,14 @@ class _Reports:
                 continue
             match type(event).__name__:
                 case "BlockStored":
-                    keys = (event.extra_keys or [None])[0] or ()
+                    all_keys = event.extra_keys or []
+                    keys = (all_keys or [None])[0] or ()
                     salt = str(keys[-1]) if keys and event.parent_block_hash is None else ""
-                    hashes, tokens = tuple(event.block_hashes), tuple(event.token_ids)
+                    # Tokens of an image do not say which one it is: such a block gets no name, and
+                    # so none behind it does.
+                    named = [*takewhile(lambda own: not _has_image(own), all_keys)]
+                    num = len(named) if len(named) < len(all_keys) else len(event.block_hashes)
+                    hashes, tokens = tuple(event.block_hashes[:num]), tuple(event.token_ids)
                     self.events.append(Stored(hashes, event.parent_block_hash, tokens, salt))
                 case "BlockRemoved":
                     self.events.append(Removed(tuple(event.block_hashes)))
@@ -102,6 +109,7 @@ class VllmEngine:
         extra = _connector(name, self.copies) if copies else {}
         self._engine = _open({**arguments, **extra}, self._reports)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
+        self._images = ImageThread(self._engine.renderer, self._effects.put)
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._deliver: Deliver = lambda message: None
@@ -134,6 +142,7 @@ class VllmEngine:
         """`transfers`: what moves KV below and between workers; owned from now on."""
         self._deliver, self._transfers = deliver, transfers
         deliver(self.first)  # the blocks of the warm-up are there
+        self._images.start(deliver)
         self._thread.start()
         return self
 
@@ -141,11 +150,12 @@ class VllmEngine:
         if isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex | FindStored):
             assert self._transfers is not None, effect
             self._transfers.submit(effect)
-        else:
+        elif not self._images.takes(effect):
             self._effects.put(effect)
 
     def close(self) -> None:
         self._ends = True
+        self._images.close()
         self._effects.put(None)
         if self._transfers is not None:
             self._transfers.close(CLOSE_S)
@@ -159,7 +169,7 @@ class VllmEngine:
                 outputs = [_generated(each) for each in self._engine.step()]
                 for each in outputs:
                     if each.finish:
-                        self.copies.end(each.key)
+                        self._end(each.key)
                 self._deliver(self._reports.take(outputs, time.perf_counter() - began))
         except Exception as error:
             log.exception("vLLM has raised")
@@ -178,22 +188,28 @@ class VllmEngine:
         match effect:
             case Stop(key):
                 self._engine.abort_request([key])
-                self.copies.end(key)
+                self._end(key)
                 self._deliver(Stopped(key))
             case Extend(key, blocks):
                 self.copies.extend(key, blocks)
             case Begin():
-                self._begin(effect)
+                self._begin(effect, _prompt(effect))
+            case Rendered(begin, prompt):
+                self._begin(begin, prompt)
             case _:
                 assert isinstance(effect, PrepareGrammar), effect  # vLLM compiles it by itself
 
-    def _begin(self, effect: Begin) -> None:
+    def _begin(self, effect: Begin, prompt: Any) -> None:
         self.copies.begin(effect)
         try:
-            self._engine.add_request(effect.key, _prompt(effect), _sampling(effect.options))
+            self._engine.add_request(effect.key, prompt, _sampling(effect.options))
         except Exception as error:  # what it refuses has classes of vLLM's own; it goes on
-            self.copies.end(effect.key)
+            self._end(effect.key)
             self._deliver(NotBegun(effect.key, first_line(error)))
+
+    def _end(self, key: str) -> None:
+        self.copies.end(key)
+        self._images.end(key)
 
 
 def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
@@ -265,6 +281,11 @@ def _sampling(options: Mapping[str, Any]) -> Any:
     return SamplingParams(
         **given, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
     )
+
+
+def _has_image(keys: Sequence[Any] | None) -> bool:
+    """Whether what is in a block depends on an image; `keys`: as in vLLM's events."""
+    return any(isinstance(each, tuple | list) for each in keys or ())
 
 
 def _generated(output: Any) -> Generated:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvrelay.engine.images import Expanded, Images
 from kvrelay.engine.request import TokenLogprobs
 
 
@@ -20,6 +21,7 @@ class Begin:
     table: tuple[int, ...] = ()  # blocks of the worker's own memory that its KV is copied to
     checksums: tuple[int, ...] = ()  # one for each, from the first, that has its KV already
     saves_tail: bool = False  # its last block is copied too, full or not
+    images: Images | None = None  # of the marks in `tokens`, for each of which more tokens come
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,21 @@ class Stop:
     """Effect: forget the request of this key, if it is there. Answered by `Stopped`."""
 
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """Effect: say what tokens these images are to the model. Answered by `ExpandDone`."""
+
+    key: str
+    images: Images
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandDone:
+    key: str
+    expanded: Expanded | None = None
+    why: str = ""  # there is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
+from kvrelay.decode_worker.vllm.images import Expansions
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Copied,
@@ -33,8 +34,9 @@ from kvrelay.decode_worker.vllm.messages import (
 from kvrelay.decode_worker.vllm.parameters import depends_on_output, options, unsupported
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import prompt_features
+from kvrelay.engine.images import with_output
 from kvrelay.engine.kv.events import KVPublisher
-from kvrelay.engine.messages import WorkRequest
+from kvrelay.engine.messages import Probe, WorkRequest
 from kvrelay.engine.node import Effect, Exit, Note, Send
 from kvrelay.engine.request import (
     FinishReason,
@@ -74,6 +76,8 @@ class VllmWorker(Worker):
     """Node. Invariant: `_runs` has those that vLLM has, and no others, as soon as the effects so
     far are performed; each counts as a step in flight of its sequence."""
 
+    reads_images = True
+
     def __init__(
         self,
         config: WorkerConfig,
@@ -87,11 +91,13 @@ class VllmWorker(Worker):
         super().__init__(config, roles, records)
         self.core.scheduler.may_preempt = False
         self._copies = copies
+        self._expansions = Expansions(self.core)
+        self.plugs.append(self._expansions)
         weight_updates(self.plugs).why_fixed = FIXED_WEIGHTS
         self._held = HeldBlocks(config.fingerprint, config.block_size)
         if not copies:
             self.core.publisher = KVPublisher(config, self._held)
-            self._handlers = self._make_handlers()
+        self._handlers = self._make_handlers()
         self._runs: dict[str, Run] = {}
         self._last = Stepped(())
         self._prompts_s = 0.0  # that steps took with prompts that have no token yet
@@ -101,6 +107,7 @@ class VllmWorker(Worker):
             Stopped: lambda now, stopped: self._settle(stopped.key),
             NotBegun: lambda now, said: self._on_not_begun(said),
             EngineLost: lambda now, lost: self._on_lost(lost.why),
+            Probe: lambda now, probe: self._answer(probe),
         }
         if not copies:
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
@@ -113,7 +120,13 @@ class VllmWorker(Worker):
                 why = f"{self.node_id} hands no KV over: {NO_COPIES}"
                 return [Send(request.router, self._refusal(request, Refusal.WORKER_FAILED, why))]
             request = replace(request, fetch_from=None)  # it computes that itself
+        if request.sampling.expands:
+            return self._expansions.begin(request)
         return super()._begin(role, now, request)
+
+    def _answer(self, probe: Probe) -> list[Effect]:
+        told = self._expansions.alive(probe.request_id, probe.attempt)
+        return [self.core.answer_probe(probe)] if told is None else told
 
     def _schedule(self, now: float) -> list[Effect]:
         effects = self._admit(now)
@@ -148,14 +161,18 @@ class VllmWorker(Worker):
         if not seq.reserve_growth:
             given |= {"max_tokens": 1, "min_tokens": min(1, given["min_tokens"])}
         checksums = tuple(self.core.kv.checksums[block] for block in seq.block_ids[:num_full])
+        tokens, images = tuple(seq.tokens[:num_given]), seq.spec.images
+        if images is not None:
+            tokens = with_output(images, tokens[seq.num_prompt_tokens :])
         return Begin(
             _name(seq),
-            tuple(seq.tokens[:num_given]),
+            tokens,
             salt_of(seq.chain.scope),
             given,
             tuple(seq.block_ids) if self._copies else (),
             checksums,
             saves_tail=not seq.reserve_growth,
+            images=images,
         )
 
     def _on_stepped(self, now: float, step: Stepped) -> list[Effect]:
@@ -337,7 +354,7 @@ class VllmWorker(Worker):
             left.append(f"vLLM has {self._last.num_running} running, {self._last.num_waiting} wait")
         if self._last.used:
             left.append(f"{self._last.used:.1%} of vLLM's blocks are in use")
-        return left + super().check_idle()
+        return left + self._expansions.check_idle() + super().check_idle()
 
 
 def _name(seq: Sequence) -> str:

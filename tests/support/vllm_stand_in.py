@@ -23,6 +23,7 @@ import pytest
 import torch
 
 VOCAB = 256
+IMAGE_MARK, IMAGE_TOKEN = 250, 251
 WIDTH = 4  # numbers that a layer keeps of a token: a head's key and value
 
 
@@ -70,6 +71,44 @@ def kv_of(tokens: list[int]) -> torch.Tensor:
     ).float()
 
 
+class ImageToken(int):
+    """One of those that an image is: the model sees the image in it, others only its number."""
+
+    image: str
+
+    @classmethod
+    def of(cls, image: str) -> ImageToken:
+        made = cls(IMAGE_TOKEN)
+        made.image = image
+        return made
+
+    def __repr__(self) -> str:
+        return f"{IMAGE_TOKEN} of {self.image}"
+
+
+class Renderer:
+    """Makes 2 tokens of an image, and one more for each 10 pixels of its height."""
+
+    def render_cmpl(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[Any]:
+        (prompt,) = prompts
+        given = prompt["multi_modal_data"]["image"], prompt["multi_modal_uuids"]["image"]
+        images = [*zip(*given, strict=True)]
+        tokens: list[int] = []
+        places = []
+        for token in prompt["prompt_token_ids"]:
+            if token != IMAGE_MARK or not images:
+                tokens.append(token)
+                continue
+            image, name = images.pop(0)
+            count = 2 + image.size[1] // 10
+            places.append(SimpleNamespace(offset=len(tokens), length=count))
+            tokens += [ImageToken.of(name)] * count
+        if images:
+            raise ValueError(f"Expected {len(images)} more placeholders")
+        found = {"prompt_token_ids": tokens, "mm_placeholders": {"image": places}}
+        return [{**found, "cache_salt": prompt.get("cache_salt", "")}]
+
+
 class KVConnectorMetadata: ...
 
 
@@ -112,6 +151,8 @@ class LLMEngine:
     requests: dict[str, _Request] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)  # hash -> block, the oldest first
     users: dict[int, int] = field(default_factory=dict)  # block -> requests
+
+    renderer: Renderer = field(default_factory=Renderer)
 
     made: ClassVar[list[LLMEngine]] = []
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
@@ -337,7 +378,9 @@ class LLMEngine:
             self._names(request), request.block_ids, strict=False
         ):
             self.cached[name] = self.cached.pop(name, block)
-            keys = [(request.salt,)] if request.salt and parent is None else [None]
+            images = [(each.image, 0) for each in tokens if isinstance(each, ImageToken)]
+            salt = [request.salt] if request.salt and parent is None else []
+            keys = [(*images, *salt) or None]
             about = {"block_size": size, "extra_keys": keys, "group_idx": 0}
             events.append(
                 BlockStored(

@@ -1,0 +1,64 @@
+"""Images in prompts, as everybody but the engine that computes them knows them.
+
+A template writes one mark for an image, and the model reads many tokens there. What those are, the
+engine says once for a prompt (`SamplingParams.expands`). From then on the prompt has numbers in
+their place that no vocabulary has and that follow from the image's bytes: so routers, tiers and
+sessions name blocks by their tokens as ever, two images share no block, and one image has the same
+names wherever it comes. The engine gets the prompt as the template wrote it, and the images.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b, shake_256
+
+FIRST_STAND_IN = 1 << 31  # no vocabulary has so many tokens; a token's number is below 1 << 32
+DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    data: bytes  # a file, such as PNG or JPEG, as the client has sent it
+    digest: bytes  # of `data`
+
+    @classmethod
+    def of(cls, data: bytes) -> Image:
+        return cls(data, blake2b(data, digest_size=DIGEST_BYTES).digest())
+
+    def stand_ins(self, count: int) -> Sequence[int]:
+        """Numbers for `count` tokens. 31 bits of each follow from the digest: two images that
+        differ have a number in common, at the same place, once in two thousand million."""
+        numbers = array("I")
+        numbers.frombytes(shake_256(self.digest).digest(count * numbers.itemsize))
+        return [FIRST_STAND_IN | number for number in numbers]
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """Those of a prompt, in its order. `tokens`: the prompt as the template wrote it."""
+
+    tokens: tuple[int, ...]
+    each: tuple[Image, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """A prompt as the model reads it: `tokens`, of which those at `places`, each (first, count),
+    are the images'."""
+
+    tokens: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def named(self, images: Sequence[Image]) -> tuple[int, ...]:
+        """With numbers that stand for `images` where their tokens are."""
+        found = list(self.tokens)
+        for image, (first, count) in zip(images, self.places, strict=True):
+            found[first : first + count] = image.stand_ins(count)
+        return tuple(found)
+
+
+def with_output(images: Images, output: Sequence[int]) -> tuple[int, ...]:
+    """What an engine computes that expands the prompt itself."""
+    return (*images.tokens, *output)

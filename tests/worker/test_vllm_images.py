@@ -1,0 +1,151 @@
+"""Images in prompts of vLLM workers: the real node and threads over a stand-in for vLLM.
+`tests/e2e/test_vllm.py` has the real one."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrelay.decode_worker.vllm.images import MAX_PIXELS
+from kvrelay.engine.images import FIRST_STAND_IN, Expanded, Image, Images
+from kvrelay.engine.request import Refusal
+from tests.local.test_local import model_dir as model_dir
+from tests.support.local import Completion, LocalCluster
+from tests.support.vllm_stand_in import IMAGE_MARK, IMAGE_TOKEN, ImageToken
+from tests.worker.test_vllm_worker import GREEDY, HANDS_OVER, VLLM, assert_clean, greedy
+from tests.worker.test_vllm_worker import cluster as cluster
+
+EXPANDS = replace(GREEDY, max_tokens=1, expands=True)
+BEFORE, AFTER = [*range(40)], [*range(100, 160)]
+PROMPT = [*BEFORE, IMAGE_MARK, *AFTER]
+
+
+def png(number: int, height: int = 300, width: int = 8) -> bytes:
+    """A picture of one colour."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    row = b"\0" + bytes([number % 256, number // 256 % 256, 7]) * width
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", head), (b"IDAT", zlib.compress(row * height)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+def expand(cluster: LocalCluster, *images: bytes, prompt: list[int] = PROMPT) -> Completion:
+    given = Images(tuple(prompt), tuple(map(Image.of, images)))
+    return cluster.submit(prompt, EXPANDS, images=given).result(30.0)
+
+
+def asked(cluster: LocalCluster, image: bytes, **fields: Any) -> Any:
+    """The future answer to PROMPT with this image."""
+    given = Images(tuple(PROMPT), (Image.of(image),))
+    expanded = expand(cluster, image).prompt.expanded
+    assert expanded is not None
+    return cluster.submit(expanded.named(given.each), GREEDY, images=given, **fields)
+
+
+def expected(image: bytes, height: int = 300) -> list[int]:
+    token = ImageToken.of(Image.of(image).digest.hex())
+    return greedy([*BEFORE, *[token] * (2 + height // 10), *AFTER], GREEDY.max_tokens)
+
+
+def test_stand_ins_are_no_tokens_and_follow_from_all_of_an_image() -> None:
+    found = [Image.of(png(number)).stand_ins(100) for number in range(300)]
+    assert all(FIRST_STAND_IN <= each < 1 << 32 for numbers in found for each in numbers)
+    for numbers, others in pairwise(found):
+        assert not {*zip(range(100), numbers, strict=True)} & {*enumerate(others)}
+    again = Image.of(png(0)).stand_ins(7)
+    assert again == found[0][:7]  # however many are wanted
+
+
+def test_what_images_are_to_the_model_is_asked_of_it(cluster: LocalCluster) -> None:
+    first, second = png(1, 100), png(2, 250)
+    prompt = [*BEFORE, IMAGE_MARK, 5, IMAGE_MARK, *AFTER]
+    told = expand(cluster, first, second, prompt=prompt).prompt.expanded
+    tokens = (*BEFORE, *[IMAGE_TOKEN] * 12, 5, *[IMAGE_TOKEN] * 27, *AFTER)
+    assert told == Expanded(tokens, ((40, 12), (53, 27)))
+    named = told.named([Image.of(first), Image.of(second)])
+    assert [*named[:40], named[52], *named[80:]] == [*BEFORE, 5, *AFTER]
+    assert named[40:52] == (*Image.of(first).stand_ins(12),)
+    assert_clean(cluster)
+
+
+def test_two_images_never_share_a_block_and_one_image_hits(cluster: LocalCluster) -> None:
+    images = [png(number) for number in range(4)]
+    for image in images:
+        answer = asked(cluster, image).result(30.0)
+        assert answer.tokens == expected(image)
+        assert answer.num_cached_tokens in (0, 32)  # what comes before the image, and no more
+        again = asked(cluster, image).result(30.0)
+        assert again.tokens == expected(image)
+        assert again.num_cached_tokens == 128  # of 132
+    assert_clean(cluster)
+
+
+@pytest.mark.parametrize("killed", ["", "prefill-0", "decode-0"])
+def test_images_are_computed_by_one_worker_and_decoded_by_another(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    from kvrelay.cluster.roles import ROLES
+    from kvrelay.decode_worker.vllm.build import build
+    from tests.support import vllm_stand_in
+
+    vllm_stand_in.install(monkeypatch)
+    monkeypatch.setattr(
+        "tests.support.local.build_worker",
+        lambda spec, options: build(spec, ROLES, options.make_agent),
+    )
+    with LocalCluster(
+        model_dir, prefill=1, decode=2, engine=VLLM, host_bytes=1 << 20, router=HANDS_OVER
+    ) as cluster:
+        images = [png(number) for number in range(6)]
+        turns = vllm_stand_in.turns(100)
+        futures = [asked(cluster, image) for image in images]
+        if killed:
+            cluster.kill(killed)
+        turns.release(100_000)
+        answers = [future.result(60.0) for future in futures]
+        assert [each.failed for each in answers] == [None] * 6
+        assert [each.tokens for each in answers] == [*map(expected, images)]
+        assert_clean(cluster)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"GIF90", "image 0, of 5 bytes, cannot be read: PNG, JPEG, WebP and GIF can"),
+        (png(1)[:60], "image 0, of 60 bytes, cannot be read"),
+        (png(1, 9000, 9000), f"image 0 has 9000 x 9000 pixels, more than {MAX_PIXELS:,}"),
+    ],
+    ids=["no picture", "half of one", "too large"],
+)
+def test_what_cannot_be_read_is_refused_in_words(
+    cluster: LocalCluster, data: bytes, why: str
+) -> None:
+    failed = expand(cluster, data).failed
+    assert failed is not None
+    assert (failed.reason, failed.detail[: len(why)]) == (Refusal.UNSUPPORTED, why)
+    assert_clean(cluster)
+
+
+def test_a_prompt_without_a_place_for_its_image_is_refused(cluster: LocalCluster) -> None:
+    failed = expand(cluster, png(1), prompt=BEFORE).failed
+    assert failed is not None
+    assert "the model does not take these images: Expected 1 more placeholders" in failed.detail
+
+
+def test_our_own_workers_refuse_images(model_dir: Path) -> None:
+    with LocalCluster(model_dir) as own:
+        failed = expand(own, png(1)).failed
+        assert failed is not None
+        assert failed.reason is Refusal.UNSUPPORTED
+        assert failed.detail == "images are read by workers with engine.runs = 'vllm'"
