@@ -124,6 +124,8 @@ class ApiSection(Section, frozen=True):
     max_header_bytes: FixedInt = 64 << 10  # of a request
     # open at once, of each router, and at most half of the files that it may open (ulimit -n)
     max_connections: Positive = 8192
+    # from which images of messages are fetched, with spaces between; "": they come in the request
+    image_hosts: str = ""
     max_live_requests: Positive = 4096  # requests that generate at once; beyond it 429
     request_timeout_s: Timeout = 600.0  # from the arrival of a request to its last token
     max_file_bytes: Annotated[int, Meta(ge=1024)] = 200 << 20  # a file for batches may have so many

@@ -111,6 +111,7 @@ class ApiContext:
     explanations: Explanations  # those of the router behind `client`
     settings: ApiSettings = field(default_factory=ApiSettings)
     name: str = ""  # which the model has in [[models]]
+    reads_images: bool = False  # in messages
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[IncomingCall], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)

@@ -41,7 +41,7 @@ class Fields:
 
 _LABEL = "a label of the caller's; nothing depends on it"
 _OWN_IDS = "answers have own ids; send X-Request-Id"
-_TEXT_ONLY = "images and sound are not read"
+_TEXT_ONLY = "images are read as the model's files say, sound is not read"
 _NOT_MOVED = "KV is moved by this server's own router; leave it out"
 _NO_TEMPLATE = "the server's own chat template is used"
 
@@ -61,7 +61,7 @@ _GENERATES = {
     "length_penalty": "it counts in beam search only, which is refused",
     "spaces_between_special_tokens": "special tokens are left out, or told as they are",
     "stream_interval": "how many tokens an event has; the text is the same",
-    "return_mm_kwargs": "it counts in render routes only; images are not read",
+    "return_mm_kwargs": "it counts in render routes only, which take no images",
     "return_token_offsets": "it counts in render routes only, which tell none",
     "routed_experts_prompt_start": "routed experts are not told",
     "routed_experts_start_len": "routed experts are not told",

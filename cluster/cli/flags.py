@@ -233,8 +233,10 @@ REFUSED = _names(
         " override-generation-config",
         'there is no sleep: kvrelay drain with cluster.on_stop = "keep-workers"': "enable-sleep"
         "-mode",
-        "images and sound are not supported": "limit-mm-per-prompt mm-processor-kwargs"
-        " allowed-local-media-path allowed-media-domains media-io-kwargs omni",
+        "set it in engine.arguments of a model that vLLM runs": "limit-mm-per-prompt"
+        " mm-processor-kwargs media-io-kwargs",
+        "set api.image_hosts": "allowed-media-domains",
+        "images come in requests; sound is not supported": "allowed-local-media-path omni",
         "/v1/embeddings, /v1/score and /v1/rerank are there beside it": "task runner convert",
         "set log.access and log.prompts in a file, or by --set": "enable-log-requests max-log-len",
         "clients ask for it: stream_options.include_usage": "enable-force-include-usage",

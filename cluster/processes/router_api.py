@@ -9,6 +9,7 @@ import socket
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import structs
@@ -22,6 +23,7 @@ from kvrelay.cluster.processes.router_spec import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.host import NodeHost, settle_memory
 from kvrelay.engine.node import NodeId
+from kvrelay.engine.support import Capability, engine_traits, refusal_of
 from kvrelay.router.models import ForModel, ModelRouters
 
 if TYPE_CHECKING:
@@ -163,6 +165,13 @@ def _client_name(served: RouterHost, model: str) -> NodeId:
     return served.routers.node_id.replace("router", "api") + (f"/{model}" if model else "")
 
 
+def _reads_images(config: Config, model_dir: Path) -> bool:
+    from kvrelay.cluster.api.openai.pictures import has_vision
+
+    traits = engine_traits(config.engine, on_gpu=False)
+    return not refusal_of(Capability.IMAGES, traits) and has_vision(model_dir)
+
+
 async def _of_model(
     served: RouterHost, model: str, tokenizer: Tokenizer, access: Access
 ) -> dict[str, Any]:
@@ -182,6 +191,9 @@ async def _of_model(
         "explanations": router.explanations,
         "refuse_early": lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         "name": model,
+        "reads_images": await asyncio.to_thread(
+            _reads_images, config, served.served_models[model].path
+        ),
         "settings": _settings(config),
         "public_prompts": prompts,
         "adapter_base": adapter_base(

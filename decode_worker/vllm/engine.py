@@ -66,13 +66,13 @@ class _Reports:
                 continue
             match type(event).__name__:
                 case "BlockStored":
-                    all_keys = event.extra_keys or []
-                    keys = (all_keys or [None])[0] or ()
-                    salt = str(keys[-1]) if keys and event.parent_block_hash is None else ""
+                    keys = event.extra_keys or [None] * len(event.block_hashes)
                     # Tokens of an image do not say which one it is: such a block gets no name, and
                     # so none behind it does.
-                    named = [*takewhile(lambda own: not _has_image(own), all_keys)]
-                    num = len(named) if len(named) < len(all_keys) else len(event.block_hashes)
+                    num = len([*takewhile(lambda own: not _has_image(own), keys)])
+                    if num == 0:
+                        continue
+                    salt = str(keys[0][-1]) if keys[0] and event.parent_block_hash is None else ""
                     hashes, tokens = tuple(event.block_hashes[:num]), tuple(event.token_ids)
                     self.events.append(Stored(hashes, event.parent_block_hash, tokens, salt))
                 case "BlockRemoved":

@@ -203,7 +203,8 @@ def read(index: int, image: Image) -> Any:
             return picture
         with_alpha = picture.convert("RGBA")
     except (UnidentifiedImageError, OSError, ValueError, Pictures.DecompressionBombError) as error:
+        log.info("image %d cannot be read: %r", index, error)
         what = f"image {index}, of {len(image.data)} bytes, cannot be read"
-        raise ImageError(f"{what}: PNG, JPEG, WebP and GIF can: {first_line(error)}") from error
+        raise ImageError(f"{what}; PNG, JPEG, WebP and GIF can") from error
     white = Pictures.new("RGBA", with_alpha.size, (255, 255, 255, 255))
     return Pictures.alpha_composite(white, with_alpha).convert("RGB")

@@ -122,6 +122,10 @@ TESTED: dict[Capability, dict[str, str]] = {
         "::test_embeddings_are_those_of_transformers",
         "GPU": _OUTPUTS,
     },
+    C.IMAGES: {
+        "vLLM": "worker/test_vllm_images.py"
+        "::test_two_images_never_share_a_block_and_one_image_hits",
+    },
     C.HAND_OVER: {
         "one process": "local/test_local.py::test_two_pools_answer_as_one",
         "ranks": "local/test_local_parallel.py::test_workers_of_any_sizes_hand_over",

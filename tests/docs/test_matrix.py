@@ -18,16 +18,19 @@ from kvrelay.cluster.prepare import prepare_model
 from kvrelay.cluster.processes.adapter_bases import adapter_base
 from kvrelay.cluster.processes.router_process import RouterProcess
 from kvrelay.cluster.roles import ROLES
+from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.build import build as build_vllm
 from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.parameters import unsupported
 from kvrelay.engine.adapters import AdapterError
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.images import Image, Images
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.versions import Versions
 from kvrelay.engine.needs import Need
+from kvrelay.engine.node import Send
 from kvrelay.engine.request import Pooling, ReasoningBudget, SamplingParams
 from kvrelay.engine.stats import Role
 from kvrelay.engine.step import Step
@@ -183,6 +186,14 @@ def of_requests(capability: Capability) -> str:
     return unsupported(asked[capability])
 
 
+def of_images() -> str:
+    given = Images((1,), (Image.of(b"one"),))
+    work = Decode("r", SamplingParams(), 1, "router", (1, 2), 2, 30.0, images=given)
+    effects = Worker(worker_config(), ROLES).receive(0.0, work)
+    [refused] = [each.message for each in effects if isinstance(each, Send)]
+    return str(cast(Any, refused).detail)
+
+
 def of_handing_over(no: No, make: Make) -> str:
     if T.RANKS in no.where:
         return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, prefill=1))
@@ -247,6 +258,8 @@ def said(
             return of_ngrams(no, make, monkeypatch)
         case C.GRAMMARS | C.REASONING_BUDGET | C.PENALTIES | C.EMBEDDINGS:
             return of_requests(capability)
+        case C.IMAGES:
+            return of_images()
         case C.HAND_OVER:
             return of_handing_over(no, make)
         case C.SCALING:

@@ -14,6 +14,7 @@ import pytest
 
 from kvrelay.decode_worker.vllm.images import MAX_PIXELS
 from kvrelay.engine.images import FIRST_STAND_IN, Expanded, Image, Images
+from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.request import Refusal
 from tests.local.test_local import model_dir as model_dir
 from tests.support.local import Completion, LocalCluster
@@ -91,6 +92,22 @@ def test_two_images_never_share_a_block_and_one_image_hits(cluster: LocalCluster
     assert_clean(cluster)
 
 
+@pytest.mark.parametrize("scope", [UNSALTED, CacheScope(b"tenant")])
+def test_an_image_may_come_first(cluster: LocalCluster, scope: CacheScope) -> None:
+    image = Image.of(png(9))
+    prompt = [IMAGE_MARK, *AFTER]
+    expanded = expand(cluster, image.data, prompt=prompt).prompt.expanded
+    assert expanded is not None
+    given, named = Images(tuple(prompt), (image,)), expanded.named([image])
+    first, again = (
+        cluster.submit(named, GREEDY, images=given, scope=scope).result(30.0) for _ in range(2)
+    )
+    assert (first.failed, first.num_cached_tokens) == (None, 0)
+    assert again.tokens == first.tokens
+    assert again.num_cached_tokens == 64
+    assert_clean(cluster)
+
+
 @pytest.mark.parametrize("killed", ["", "prefill-0", "decode-0"])
 def test_images_are_computed_by_one_worker_and_decoded_by_another(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, killed: str
@@ -122,7 +139,7 @@ def test_images_are_computed_by_one_worker_and_decoded_by_another(
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"GIF90", "image 0, of 5 bytes, cannot be read: PNG, JPEG, WebP and GIF can"),
+        (b"GIF90", "image 0, of 5 bytes, cannot be read; PNG, JPEG, WebP and GIF can"),
         (png(1)[:60], "image 0, of 60 bytes, cannot be read"),
         (png(1, 9000, 9000), f"image 0 has 9000 x 9000 pixels, more than {MAX_PIXELS:,}"),
     ],

@@ -207,7 +207,7 @@ async def _count(ctx: ApiContext, http: Request) -> Response:
             async with held_body(ctx, http) as body:
                 request = await ctx.in_json_thread(len(body), read_request, CountRequest, body)
                 chat = await ctx.in_json_thread(len(body), as_chat, request)
-                prompt = await chat_prompt(ctx.chosen(chat.model, tenant), chat)
+                prompt = await chat_prompt(ctx.chosen(chat.model, tenant), chat, tenant)
     except ClientDisconnect:  # the client is gone
         return Response(status_code=400)
     return JSONResponse({"input_tokens": len(prompt.tokens)})

@@ -10,17 +10,24 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from kvrelay.cluster.api.errors import ApiError, invalid, renamed
 from kvrelay.cluster.api.openai.schema import (
+    UNREAD_KINDS,
     ChatRequest,
     Flag,
     Message,
     build,
     or_default,
     parse,
-    readable,
 )
 from kvrelay.cluster.api.openai.tools import MAX_TOOLS, Function, ToolCall, ToolParam, call_of
 from kvrelay.cluster.api.parameters import MESSAGES, OUTPUT_CONFIG
@@ -237,44 +244,65 @@ def _asked(turn: Turn, where: str) -> list[Message]:
     """Returns a turn of the user: results of tools are messages of their own."""
     assert isinstance(turn.content, list)
     messages: list[Message] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
 
-    def end_text() -> None:
-        if texts:
-            messages.append(Message(role=turn.role, content="\n".join(texts)))
-            texts.clear()
+    def end_parts() -> None:
+        if parts:
+            messages.append(_message(where, role=turn.role, content=[*parts]))
+            parts.clear()
 
     for j, block in enumerate(turn.content):
         place = f"{where}.content[{j}]"
-        if block.type != "tool_result":
-            texts.append(_text(block, place))
+        if block.type == "image":
+            parts.append({"type": "image", **(block.model_extra or {})})
             continue
-        end_text()
+        if block.type != "tool_result":
+            parts.append(_text_part(_text(block, place)))
+            continue
+        end_parts()
         if block.tool_use_id is None:
             raise invalid(f"'{place}': a tool_result has a 'tool_use_id'")
         content = _result(block.content, place)
-        if block.is_error and not content.lower().startswith("error"):
-            content = f"Error: {content}".rstrip()
-        messages.append(Message(role="tool", tool_call_id=block.tool_use_id, content=content))
-    end_text()
+        is_text = bool(content) and content[0]["type"] == "text"
+        said = content[0]["text"] if is_text else ""
+        if block.is_error and not said.lower().startswith("error"):
+            content = [_text_part(f"Error: {said}".rstrip()), *content[is_text:]]
+        messages.append(
+            _message(place, role="tool", tool_call_id=block.tool_use_id, content=content)
+        )
+    end_parts()
     return messages or [Message(role=turn.role, content="")]
 
 
-def _result(content: Any, where: str) -> str:
+def _message(where: str, **fields: Any) -> Message:
+    """Raises `ApiError`, about the content."""
+    try:
+        return Message.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]["msg"]
+        raise invalid(f"'{where}': {first.removeprefix('Value error, ')}") from None
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _result(content: Any, where: str) -> list[dict[str, Any]]:
+    """Returns parts of a message."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return [_text_part(content or "")]
     if not isinstance(content, list):
         raise invalid(f"'{where}': the content of a tool_result is a string or a list")
-    texts = []
-    for part in map(readable, content):
+    parts: list[dict[str, Any]] = []
+    for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "tool_reference":  # to a tool that the client has found for the model
-            texts.append(str(part.get("tool_name", "")))
-        elif kind == "text" and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+            parts.append(_text_part(str(part.get("tool_name", ""))))
+        elif kind in UNREAD_KINDS or (kind == "text" and isinstance(part.get("text"), str)):
+            parts.append(part)
         else:
             raise _not_text(str(kind), where)
-    return "\n".join(texts)
+    return parts
 
 
 def _text(block: Block, where: str) -> str:

@@ -23,6 +23,7 @@ from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.incoming import check_token_ids
 from kvrelay.cluster.api.limiter import LimitReached, caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Plan
+from kvrelay.cluster.api.openai.pictures import Picture, expand, read_pictures
 from kvrelay.cluster.api.openai.schema import (
     MAX_SCORED_TOKENS,
     ChatRequest,
@@ -46,6 +47,7 @@ from kvrelay.cluster.api.text.tokenizer import (
     infill_prompt,
 )
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
+from kvrelay.engine.images import Images
 from kvrelay.engine.kv.scope import APPROXIMATE, CacheScope
 from kvrelay.engine.kv.tier import Retention
 from kvrelay.engine.model.sampling.vocabulary import GrammarError
@@ -61,6 +63,7 @@ from kvrelay.engine.request import (
 )
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.router.admission.admission import IncomingCall
+from kvrelay.router.messages import Submit
 
 _log = logging.getLogger("kvrelay.api")
 
@@ -122,7 +125,7 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Pl
     """Raises `ApiError`."""
     wanted = request.max_completion_tokens or request.max_tokens
     keep = keep_of(ctx, request, wanted or 1)
-    prompt = await chat_prompt(ctx, request, keep)
+    prompt = await chat_prompt(ctx, request, tenant, keep)
     tokens = truncated(prompt.tokens, keep)
     room = room_after(ctx, tokens, "messages", is_scored=request.prompt_logprobs is not None)
     given = [tool.tool() for tool in request.tools or ()]
@@ -145,7 +148,7 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Pl
     )
     last = request.messages[-1]
     choice = ChoicePlan(
-        *(0, 0, tuple(tokens), RequestSpec("", sampling)),
+        *(0, 0, tuple(tokens), RequestSpec("", sampling, images=prompt.images)),
         text=last.content if request.echo and last.role == "assistant" else "",
         prompt_logprobs=request.prompt_logprobs,
         continues=request.continue_final_message,
@@ -179,16 +182,17 @@ def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> Reasonin
 
 
 async def chat_prompt(
-    ctx: ApiContext, request: ChatRequest, keep: Keep | None = None
+    ctx: ApiContext, request: ChatRequest, tenant: Tenant, keep: Keep | None = None
 ) -> ChatPrompt:
     """keep: as of `Tokenizer.encode_bounded`. Raises `ApiError`."""
     _check(ctx, request)
+    pictures = _pictures_of(ctx, request)
     if request.add_special_tokens and ctx.tokenizer.encode("", is_prompt=False):
         raise invalid(
             "'add_special_tokens': the chat template adds what is needed",
             param="add_special_tokens",
         )
-    messages = [message.for_template() for message in request.messages]
+    messages = [each.for_template(shows_images=bool(pictures)) for each in request.messages]
     given = dict(request.chat_template_kwargs or {})
     if request.reasoning_effort is not None:
         given.setdefault("reasoning_effort", request.reasoning_effort)
@@ -201,7 +205,7 @@ async def chat_prompt(
         request.add_generation_prompt,
     )
     try:
-        return await ctx.in_thread(
+        prompt = await ctx.in_thread(
             chars_of(request) + _chars_of_calls(request),
             ctx.tokenizer.chat_prompt,
             messages,
@@ -213,6 +217,54 @@ async def chat_prompt(
         raise invalid(str(error), param="messages") from None
     except TooLong as error:
         raise _too_long(ctx, str(error), "messages") from None
+    return await _with_images(ctx, request, tenant, prompt, pictures) if pictures else prompt
+
+
+_NOT_BESIDE_IMAGES = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
+
+
+def _pictures_of(ctx: ApiContext, request: ChatRequest) -> list[Picture]:
+    """Those that the model reads. Raises `ApiError`."""
+    found = [picture for message in request.messages for picture in message.pictures]
+    if not ctx.reads_images:
+        for picture in (each for each in found if not each.unread):
+            what = f"this model reads text, no part of type {picture.kind!r}"
+            raise invalid(f"'messages': {what}", param="messages")
+        return []
+    template = ctx.tokenizer.chat_template
+    if found and template is not None and "image" not in template.source:
+        raise invalid("this model's chat template has no place for images", param="messages")
+    for name in _NOT_BESIDE_IMAGES if found else ():
+        if getattr(request, name) not in (None, False):
+            raise invalid(f"'{name}' is not supported where messages have images", param=name)
+    return found
+
+
+async def _with_images(
+    ctx: ApiContext,
+    request: ChatRequest,
+    tenant: Tenant,
+    prompt: ChatPrompt,
+    pictures: Sequence[Picture],
+) -> ChatPrompt:
+    """Raises `ApiError`."""
+    images = Images(tuple(prompt.tokens), await read_pictures(ctx, pictures))
+    submit = Submit(
+        f"images-{secrets.token_hex(16)}",
+        SamplingParams(max_tokens=1, temperature=0.0, expands=True),
+        ctx.client.node_id,
+        images.tokens,
+        ctx.settings.request_timeout_s,
+        scope=CacheScope(salt_of(request, tenant)),
+        priority=priority_of(request, tenant),
+        images=images,
+        tenant=tenant.name,
+        share=tenant.share,
+        caller=caller_name(),
+    )
+    expanded = await expand(ctx.client, submit)
+    tokens = [*expanded.named(images.each)]
+    return ChatPrompt(tokens, prompt.end, images, expanded.tokens)
 
 
 def _chars_of_calls(request: ChatRequest) -> int:

@@ -8,7 +8,7 @@ the fields that are not here are refused is said in `cluster.api.parameters`. Er
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    PrivateAttr,
     ValidationError,
     create_model,
     model_validator,
@@ -25,6 +26,14 @@ from pydantic import (
 
 from kvrelay.cluster.api.constraints.grammar import KINDS
 from kvrelay.cluster.api.errors import ApiError, invalid
+from kvrelay.cluster.api.openai.pictures import (
+    IMAGE_KINDS,
+    UNREAD,
+    Picture,
+    shown,
+    take_pictures,
+    unread,
+)
 from kvrelay.cluster.api.openai.tools import AllowedTools, ToolCall, ToolChoice, Tools
 from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
 from kvrelay.engine.request import NUMBERS, SamplingParams
@@ -116,9 +125,9 @@ _NO_OPTIONS = (
 # Brackets inside strings count too: no prompt that fits a context has that many.
 MAX_BRACKETS = 100_000
 
-# What stands for a part that a model of text cannot read, where it is not refused.
-UNREAD = "[{}: not shown, this model reads text only]"
-UNREAD_KINDS = ("image", "image_url", "input_image", "document", "file", "input_file")
+# Kinds of parts that are not read: something that says so stands for them, where they are not
+# refused. (Images are read by some models.)
+UNREAD_KINDS = (*IMAGE_KINDS, "document", "file", "input_file")
 
 
 def _text_of(content: Any) -> str:
@@ -254,7 +263,7 @@ class StreamOptions(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn. `content` is always text here, whatever its form was."""
+    """One turn. `content` is always text here, whatever its form was; images are beside it."""
 
     model_config = ConfigDict(strict=True)
 
@@ -265,6 +274,11 @@ class Message(BaseModel):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's newer name for it
+    _pictures: tuple[Picture, ...] = PrivateAttr(())  # for each, `content` has a mark
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        return self._pictures
 
     @model_validator(mode="before")
     @classmethod
@@ -278,10 +292,24 @@ class Message(BaseModel):
                 return data | {"content": [readable(part) for part in content]}
         return data
 
-    def for_template(self) -> dict[str, Any]:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keeps_pictures(cls, data: Any, handler: Callable[[Any], Message]) -> Message:
+        if not isinstance(data, dict):
+            return handler(data)
+        content, pictures = take_pictures(data.get("content"), data.get("role"))
+        made = handler(data | {"content": content} if pictures else data)
+        if pictures:
+            made._pictures = pictures
+        return made
+
+    def for_template(self, *, shows_images: bool) -> dict[str, Any]:
         """As chat templates know it: they have no developer, and no keys without a value."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content}
+        content: Any = self.content
+        if self._pictures:
+            content = shown(content) if shows_images else unread(content, self._pictures)
+        message: dict[str, Any] = {"role": role, "content": content}
         thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
         given = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": thought}
         message |= {key: value for key, value in given.items() if value is not None}

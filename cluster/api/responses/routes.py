@@ -127,7 +127,7 @@ class Responses:
                 async with held_body(self._ctx, http) as body:
                     call = await self.read(body, tenant, response_id)
                     with renamed(CHAT_NAMES):
-                        tokens = (await chat_prompt(call.model, call.chat)).tokens
+                        tokens = (await chat_prompt(call.model, call.chat, tenant)).tokens
         except ClientDisconnect:
             return Response(status_code=400)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})

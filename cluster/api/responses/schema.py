@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvrelay.cluster.api.errors import ApiError, invalid, renamed
+from kvrelay.cluster.api.openai.pictures import UNREAD
 from kvrelay.cluster.api.openai.schema import (
-    UNREAD,
     UNREAD_KINDS,
     ChatRequest,
     Message,
@@ -218,10 +218,10 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[Message]:
                 texts.append(_text(item.get("content"), i))
             case "message":
                 end_turn()
-                role, content = item.get("role"), _text(item.get("content"), i)
+                role, content = item.get("role"), _content(item.get("content"), i)
                 if role not in ROLES:
                     raise _bad(i, f"'role' is one of {', '.join(ROLES)}, got {role!r:.60}")
-                messages.append(Message(role=role, content=content))
+                messages.append(Message.model_validate({"role": role, "content": content}))
             case "reasoning":
                 is_said = True
                 thoughts.append(_reasoning(item))
@@ -230,7 +230,8 @@ def _messages(items: list[dict[str, Any]], first: int) -> list[Message]:
                 calls.append(_call(item, kind, i))
             case "function_call_output" | "custom_tool_call_output":
                 end_turn()
-                messages.append(_result(_string(item, "call_id", i), _text(item.get("output"), i)))
+                output = _content(item.get("output"), i)
+                messages.append(_result(_string(item, "call_id", i), output))
             case "compaction" | "compaction_summary":
                 end_turn()
                 messages.append(Message(role="user", content=_summary(item)))
@@ -260,8 +261,9 @@ def _call(item: dict[str, Any], kind: str, i: int) -> ToolCall:
     return call_of(_string(item, "call_id", i), name, arguments)
 
 
-def _result(call_id: str, output: str) -> Message:
-    return Message(role="tool", tool_call_id=call_id, content=output)
+def _result(call_id: str, output: str | list[dict[str, Any]]) -> Message:
+    about = {"role": "tool", "tool_call_id": call_id, "content": output}
+    return Message.model_validate(about)
 
 
 def _client_call(kind: str, item: dict[str, Any]) -> ToolCall:
@@ -323,23 +325,33 @@ def _string(item: dict[str, Any], key: str, index: int) -> str:
 
 
 def _text(content: Any, index: int) -> str:
+    """Of what the assistant said."""
+    found = _content(content, index)
+    if isinstance(found, str):
+        return found
+    return "\n".join(part.get("text") or UNREAD.format(part["type"]) for part in found)
+
+
+def _content(content: Any, index: int) -> str | list[dict[str, Any]]:
+    """As of a chat's message. Images stay parts of it."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise _bad(index, "content is a string or a list of parts")
-    texts = []
+    parts: list[dict[str, Any]] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in UNREAD_KINDS:
-            texts.append(UNREAD.format(kind))
+            is_image = kind == "input_image"
+            parts.append(part if is_image else {"type": "text", "text": UNREAD.format(kind)})
             continue
         if kind not in ("input_text", "output_text", "text", "refusal"):
             raise _bad(index, f"this model reads text, no part of type {kind!r:.60}")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise _bad(index, f"a part of type {kind!r} has a string 'text'")
-        texts.append(text)
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _reasoning(item: dict[str, Any]) -> str:

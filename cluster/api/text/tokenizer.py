@@ -30,6 +30,7 @@ from kvrelay.cluster.api.text.chat_template import (
 )
 from kvrelay.cluster.api.text.detokenizer import Decoder
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
+from kvrelay.engine.images import Images
 from kvrelay.engine.model.sampling.vocabulary import rename
 from kvrelay.engine.request import NUMBERS, Pooling
 
@@ -88,6 +89,8 @@ class Keep:
 class ChatPrompt:
     tokens: list[int]
     end: str  # what the template adds after the last message, where a model may reason
+    images: Images | None = None
+    shown: Sequence[int] = ()  # where there are images, the model's tokens; `tokens` names them
 
 
 class Tokenizer:

@@ -37,14 +37,17 @@ def describe_tools(
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = "\n".join([_BEFORE, "<tools>", *lines, "</tools>", _AFTER])
     if shown and shown[0].get("role") == "system":
-        return [{**shown[0], "content": f"{shown[0]['content']}\n\n{text}".lstrip()}, *shown[1:]]
+        content = _around("", shown[0]["content"], f"\n\n{text}")
+        content = content.lstrip() if isinstance(content, str) else content
+        return [{**shown[0], "content": content}, *shown[1:]]
     return [{"role": "system", "content": text}, *shown]
 
 
 def _shown(message: dict[str, Any]) -> dict[str, Any]:
     if message.get("role") == "tool":
-        text = f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
-        return {"role": "user", "content": text}
+        content = message.get("content", "")
+        shown = _around("<tool_response>\n", content, "\n</tool_response>")
+        return {"role": "user", "content": shown}
     calls = message.get("tool_calls")
     if not calls:
         return message
@@ -56,3 +59,11 @@ def _shown(message: dict[str, Any]) -> dict[str, Any]:
         text = getattr(arguments, "raw", "") or json.dumps(arguments, ensure_ascii=False)
         parts.append(f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>')
     return {"role": message["role"], "content": "\n".join(parts)}
+
+
+def _around(before: str, content: Any, after: str) -> Any:
+    """`content`, a text or parts with images among them, with texts before and after it."""
+    if not isinstance(content, list):
+        return f"{before}{content}{after}"
+    texts = [{"type": "text", "text": text} if text else None for text in (before, after)]
+    return [part for part in (texts[0], *content, texts[1]) if part]

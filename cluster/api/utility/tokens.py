@@ -76,7 +76,8 @@ class _Tokens:
                 else:
                     named = None if request.model else ctx.model_name
                     chat = await ctx.in_thread(len(body), _chat, body, named)
-                    tokens = (await chat_prompt(ctx, chat)).tokens
+                    prompt = await chat_prompt(ctx, chat, tenant)
+                    tokens = [*prompt.shown] or prompt.tokens
             return await ctx.in_thread(
                 CHARS_PER_TOKEN * len(tokens), _answer, ctx, tokens, request.return_token_strs
             )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrelay.engine.images import Expanded
 from kvrelay.engine.request import (
     NO_OUTPUTS,
     FinishReason,
@@ -26,6 +27,7 @@ class FakeRouter:
     """`answer` gives the tokens for a request; those of the model's end among them end it."""
 
     answer: Callable[[Submit], list[int]]
+    image_mark: int | None = None  # token of a template, for an image
     delay_s: float = 0.0  # between tokens
     per_output: int = 1  # tokens in each Output
     num_cached_tokens: int = 0
@@ -113,8 +115,20 @@ class FakeRouter:
         if sampling.prompt_logprobs is not None:
             best = tuple((token, -0.125 * token) for token in range(sampling.prompt_logprobs))
             logprobs = tuple(TokenLogprobs(-0.25 * at, best) for at in range(1, length))
+        if sampling.expands:
+            return PromptOutputs(expanded=self._expanded(submit))
         vector = [float(length), 4.0, 0.0, 0.0] if sampling.pooling is not None else []
         return PromptOutputs(logprobs, struct.pack(f"{len(vector)}f", *vector))
+
+    def _expanded(self, submit: Submit) -> Expanded:
+        """Each mark of an image becomes four."""
+        tokens: list[int] = []
+        places: list[tuple[int, int]] = []
+        for token in submit.tokens:
+            is_mark = token == self.image_mark
+            places += [(len(tokens), 4)] if is_mark else []
+            tokens += [token] * (4 if is_mark else 1)
+        return Expanded(tuple(tokens), tuple(places))
 
     def _logprobs(self, submit: Submit, tokens: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
         num, ids = submit.sampling.logprobs, submit.sampling.logprob_token_ids

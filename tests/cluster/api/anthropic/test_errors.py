@@ -49,7 +49,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (blocks(HELLO, {"text": "Hi"}), "'messages[1].content[1].type' is missing"),
     (blocks({"type": "text", "text": 5}), "'messages[1].content[0].text': "),
     (blocks({"type": "text"}), "'messages[1].content[0]': this model reads text"),
-    (blocks(HELLO, IMAGE), "'messages[1].content[1]': this model reads text, no content of type"),
+    (blocks(HELLO, IMAGE), "'messages': this model reads text, no part of type 'image'"),
+    (blocks(HELLO, {"type": "image"}), "'messages[1]': part 1: an image has a 'source' of type"),
     (blocks(HELLO, IMAGE, role="assistant"), "'messages[1].content[1]': this model reads text"),
     (blocks({"type": "tool_result"}), "'messages[1].content[0]': a tool_result has"),
     (

@@ -1,0 +1,117 @@
+"""A random checkpoint of Gemma 3's form that reads images: 2 layers of text, 2 of vision."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL = (
+    *("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+    *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+)
+TEMPLATE = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}\
+{% for part in message['content'] %}{% if part['type'] == 'image' %}<start_of_image>\
+{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>assistant
+{% endif %}"""
+TOKENS_OF_IMAGE = 8  # with what Gemma has around them
+
+
+def make(folder: Path) -> Path:
+    """Writes it; needs no network."""
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        PreTrainedTokenizerFast,
+    )
+
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    base = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(characters)}, merges=[]))
+    base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    base.decoder = decoders.ByteLevel()
+    base.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
+    # vLLM joins those around an image to one token, as Gemma's tokenizer has them.
+    lines = [AddedToken("\n" * count, special=False, normalized=False) for count in range(1, 5)]
+    base.add_tokens(lines)
+    ids = {each: base.token_to_id(each) for each in SPECIAL}
+    images = {
+        "image_token": "<image_soft_token>",
+        "boi_token": "<start_of_image>",
+        "eoi_token": "<end_of_image>",
+    }
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base,
+        eos_token="<eos>",
+        bos_token="<bos>",
+        pad_token="<pad>",
+        additional_special_tokens=[*SPECIAL[3:]],
+        extra_special_tokens=images,
+    )
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "max_position_embeddings": 4096,
+        "sliding_window": 512,
+        "layer_types": ["full_attention"] * 2,
+    }
+    vision = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "patch_size": 14,
+        "image_size": 56,
+    }
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        boi_token_index=ids["<start_of_image>"],
+        eoi_token_index=ids["<end_of_image>"],
+        image_token_index=ids["<image_soft_token>"],
+        bos_token_id=ids["<bos>"],
+        eos_token_id=[ids["<eos>"], ids["<end_of_turn>"]],
+        pad_token_id=ids["<pad>"],
+    )
+    model = Gemma3ForConditionalGeneration(config).float()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if each.dim() > 1:  # so that what is far back counts, more than the last token
+                each.normal_(0.0, 0.05 if "embed_tokens" in name else 0.3)
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    renamed = {
+        name.replace("vision_tower.", "vision_tower.vision_model.")
+        if "vision_tower." in name and "vision_model" not in name
+        else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(renamed, path, metadata={"format": "pt"})  # by the names of published checkpoints
+    about = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "processor_class": "Gemma3Processor",
+        "size": {"height": 56, "width": 56},
+        "do_resize": True,
+        "do_normalize": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "image_seq_length": 4,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(about))
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
