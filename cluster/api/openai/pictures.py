@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,20 @@ from urllib.parse import urlsplit
 import httpx
 
 from kvrelay.cluster.api.errors import invalid, refused
-from kvrelay.engine.images import Expanded, Image
+from kvrelay.cluster.api.text.tokenizer import ChatPrompt
+from kvrelay.engine.images import Image, Images
 from kvrelay.router.messages import Failed, Submit
 
 if TYPE_CHECKING:
-    from kvrelay.cluster.api.client import RouterClient
     from kvrelay.cluster.api.context import ApiContext
+    from kvrelay.cluster.api.openai.schema import ChatRequest
 
 IMAGE_KINDS = ("image_url", "input_image", "image")
 MAX_IMAGES = 128  # of a request
 MAX_IMAGE_BYTES = 20 << 20
 FETCH_S = 10.0
 MARK = "\ue002"  # in a text, where an image is; of no script
+_NOT_BESIDE = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _MARKS = re.compile(f"\n?{MARK}\n?")
 # What stands for a part that a model of text cannot read, where it is not refused.
@@ -195,15 +197,38 @@ async def _fetched(url: str, hosts: str) -> bytes:
         raise ValueError(f"{host} cannot be read from: {what}") from None
 
 
-async def expand(client: RouterClient, submit: Submit) -> Expanded:
-    """The prompt as the model reads it. submit: with its images, wherever they are sampled.
-    Raises `ApiError`."""
-    stream = client.submit(submit)
+def pictures_of(ctx: ApiContext, request: ChatRequest) -> list[Picture]:
+    """Those that the model reads. Raises `ApiError`."""
+    found = [picture for message in request.messages for picture in message.pictures]
+    if not ctx.reads_images:
+        for picture in (each for each in found if not each.unread):
+            what = f"this model reads text, no part of type {picture.kind!r}"
+            raise invalid(f"'messages': {what}", param="messages")
+        return []
+    template = ctx.tokenizer.chat_template
+    if found and template is not None and "image" not in template.source:
+        raise invalid("this model's chat template has no place for images", param="messages")
+    for name in _NOT_BESIDE if found else ():
+        if getattr(request, name) not in (None, False):
+            raise invalid(f"'{name}' is not supported where messages have images", param=name)
+    return found
+
+
+async def with_images(
+    ctx: ApiContext,
+    prompt: ChatPrompt,
+    pictures: Sequence[Picture],
+    asking: Callable[[Images], Submit],
+) -> ChatPrompt:
+    """The prompt as the model reads it. asking: for the tokens of images. Raises `ApiError`."""
+    images = Images(tuple(prompt.tokens), await read_pictures(ctx, pictures))
+    stream = ctx.client.submit(asking(images))
     try:
         async for message in stream:
             if isinstance(message, Failed):
                 raise refused(message)
     finally:
-        client.cancel(stream.request_id)
-    assert stream.prompt.expanded is not None, stream.request_id
-    return stream.prompt.expanded
+        ctx.client.cancel(stream.request_id)
+    expanded = stream.prompt.expanded
+    assert expanded is not None, stream.request_id
+    return ChatPrompt([*expanded.named(images.each)], prompt.end, images, expanded.tokens)

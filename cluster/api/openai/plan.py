@@ -23,7 +23,7 @@ from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.incoming import check_token_ids
 from kvrelay.cluster.api.limiter import LimitReached, caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Plan
-from kvrelay.cluster.api.openai.pictures import Picture, expand, read_pictures
+from kvrelay.cluster.api.openai.pictures import pictures_of, with_images
 from kvrelay.cluster.api.openai.schema import (
     MAX_SCORED_TOKENS,
     ChatRequest,
@@ -186,7 +186,7 @@ async def chat_prompt(
 ) -> ChatPrompt:
     """keep: as of `Tokenizer.encode_bounded`. Raises `ApiError`."""
     _check(ctx, request)
-    pictures = _pictures_of(ctx, request)
+    pictures = pictures_of(ctx, request)
     if request.add_special_tokens and ctx.tokenizer.encode("", is_prompt=False):
         raise invalid(
             "'add_special_tokens': the chat template adds what is needed",
@@ -217,39 +217,14 @@ async def chat_prompt(
         raise invalid(str(error), param="messages") from None
     except TooLong as error:
         raise _too_long(ctx, str(error), "messages") from None
-    return await _with_images(ctx, request, tenant, prompt, pictures) if pictures else prompt
+    if not pictures:
+        return prompt
+    return await with_images(ctx, prompt, pictures, partial(_expansion, ctx, request, tenant))
 
 
-_NOT_BESIDE_IMAGES = ("prompt_logprobs", "return_token_ids", "truncate_prompt_tokens")
-
-
-def _pictures_of(ctx: ApiContext, request: ChatRequest) -> list[Picture]:
-    """Those that the model reads. Raises `ApiError`."""
-    found = [picture for message in request.messages for picture in message.pictures]
-    if not ctx.reads_images:
-        for picture in (each for each in found if not each.unread):
-            what = f"this model reads text, no part of type {picture.kind!r}"
-            raise invalid(f"'messages': {what}", param="messages")
-        return []
-    template = ctx.tokenizer.chat_template
-    if found and template is not None and "image" not in template.source:
-        raise invalid("this model's chat template has no place for images", param="messages")
-    for name in _NOT_BESIDE_IMAGES if found else ():
-        if getattr(request, name) not in (None, False):
-            raise invalid(f"'{name}' is not supported where messages have images", param=name)
-    return found
-
-
-async def _with_images(
-    ctx: ApiContext,
-    request: ChatRequest,
-    tenant: Tenant,
-    prompt: ChatPrompt,
-    pictures: Sequence[Picture],
-) -> ChatPrompt:
-    """Raises `ApiError`."""
-    images = Images(tuple(prompt.tokens), await read_pictures(ctx, pictures))
-    submit = Submit(
+def _expansion(ctx: ApiContext, request: ModelRequest, tenant: Tenant, images: Images) -> Submit:
+    """What asks a worker for the tokens of images."""
+    return Submit(
         f"images-{secrets.token_hex(16)}",
         SamplingParams(max_tokens=1, temperature=0.0, expands=True),
         ctx.client.node_id,
@@ -262,9 +237,6 @@ async def _with_images(
         share=tenant.share,
         caller=caller_name(),
     )
-    expanded = await expand(ctx.client, submit)
-    tokens = [*expanded.named(images.each)]
-    return ChatPrompt(tokens, prompt.end, images, expanded.tokens)
 
 
 def _chars_of_calls(request: ChatRequest) -> int:
