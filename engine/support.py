@@ -191,7 +191,8 @@ _FILES = "servers of one cluster.name read [[models]] of their files: change tho
 _KEPT = "workers that run vllm keep their weights: restart the server with the new ones"
 _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
-_PARTS = "vLLM takes no grammar of several parts, as tool calls beside reasoning need"
+_PARTS = "vLLM's backend for grammars takes none of this form"
+_NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget for reasoning here"
 
 _OF_DRAFTERS = (
     _no("engine", "workers that run vllm generate without draft tokens", Trait.VLLM),
@@ -218,10 +219,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
     ),
     **dict.fromkeys(DRAFTERS, _OF_DRAFTERS),
     Capability.GRAMMARS: (_no("engine", _PARTS, Trait.VLLM, how=How.PART),),
-    Capability.REASONING_BUDGET: (_no("engine", "vLLM has no budget for reasoning", Trait.VLLM),),
-    Capability.PENALTIES: (
-        _no("engine", "vLLM's bad_words are texts, not tokens", Trait.VLLM, how=How.PART),
-    ),
+    Capability.REASONING_BUDGET: (_no("engine", _NO_EDITS, Trait.VLLM, Trait.GPU),),
     Capability.EMBEDDINGS: (_no("engine", "vLLM's workers compute no embeddings", Trait.VLLM),),
     Capability.HAND_OVER: _not_copied(How.REFUSED, "vLLM's workers compute their own prompts"),
     Capability.HOST_TIER: _OF_TIERS,

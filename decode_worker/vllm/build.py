@@ -127,7 +127,7 @@ def _built(
     asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers), Capability.CLASSES]
     notices = tuple(notices_of(asked, traits))
     if copied is None:
-        node = VllmWorker(config, roles, copies=False)
+        node = VllmWorker(config, roles, copies=False, edits=vllm.edits)
         info = replace(config.info(), hands_over=False)
         return BuiltWorker(node, info, vllm.start, notices)
     pool = make_host_arena(num_blocks, config.bytes_per_block, spec.on_gpu)
@@ -143,7 +143,7 @@ def _built(
 
     # Its blocks are in the order of vLLM, which is not that of four bits.
     config = structs.replace(own.config, quantizes=False)
-    node = VllmWorker(config, roles, own.facts.records)
+    node = VllmWorker(config, roles, own.facts.records, edits=vllm.edits)
     return BuiltWorker(
         node, config.info(), make_executor, (*notices, *own.notices), leave_kv=own.leave_kv
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -100,7 +101,12 @@ class VllmEngine:
         self.copies = Copies()
         self._reports = _Reports(self.copies)
         extra = _connector(name, self.copies) if copies else {}
-        self._engine = _open({**arguments, **extra}, self._reports)
+        self.edits = _can_edit(arguments)
+        if self.edits:
+            extra |= _edits(arguments)
+        # Workers that draw alike would give the choices of a request the same text.
+        own = {"seed": secrets.randbits(31), **arguments, **extra}
+        self._engine = _open(own, self._reports)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self._ends = False
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
@@ -211,6 +217,20 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
     )
     # A step is over when its tokens come: what it has computed is copied by then.
     return {"kv_transfer_config": config, "async_scheduling": False}
+
+
+def _can_edit(arguments: Mapping[str, Any]) -> bool:
+    """Whether vLLM takes logits processors of the interface that `edits` is of: its runner for
+    GPUs has another one, and beside drafts it has none."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu()) and not arguments.get("speculative_config")
+
+
+def _edits(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from kvrelay.decode_worker.vllm.edits import LogitEdits
+
+    return {"logits_processors": [*(arguments.get("logits_processors") or ()), LogitEdits]}
 
 
 def _open(arguments: Mapping[str, Any], reports: _Reports) -> Any:

@@ -8,7 +8,8 @@ Life of a request: as in `worker.node` until its KV has come, as far as it does 
 batches and computes it by itself) -> tokens and blocks come, a step at a time -> ended there, and
 only then are its blocks free. It is another attempt's continuation where it has output: vLLM gets
 that as part of the prompt. Where the next token depends on which tokens are output, it gets the
-prompt alone and generates them once more; they have to come out the same.
+prompt alone and generates them once more: it is held to them, and goes on from the same
+distribution. Where logits cannot be edited, they have to come out the same by themselves.
 """
 
 from __future__ import annotations
@@ -81,12 +82,13 @@ class VllmWorker(Worker):
         records: StoreRecords | None = None,
         *,
         copies: bool = True,
+        edits: bool = True,
     ) -> None:
         """`copies`: vLLM's KV is copied to this worker's blocks. If not, routers know what vLLM
-        holds by its own events."""
+        holds by its own events. `edits`: vLLM lets this worker edit logits."""
         super().__init__(config, roles, records)
         self.core.scheduler.may_preempt = False
-        self._copies = copies
+        self._copies, self._edits = copies, edits
         weight_updates(self.plugs).why_fixed = FIXED_WEIGHTS
         self._held = HeldBlocks(config.fingerprint, config.block_size)
         if not copies:
@@ -106,7 +108,7 @@ class VllmWorker(Worker):
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
-        if why := unsupported(request.sampling):
+        if why := unsupported(request.sampling, edits=self._edits):
             return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
         if not self._copies:
             if getattr(request, "prefill_from", None) or getattr(request, "decode_to", None):
@@ -144,7 +146,9 @@ class VllmWorker(Worker):
         )
         self._runs[_name(seq)] = run
         seq.num_steps += 1
-        given = options(seq.sampling, 0 if again else num_known, sent=num_known > 0)
+        output = tuple(seq.tokens[seq.num_prompt_tokens :])
+        both = ((), output) if again else (output, ())
+        given = options(seq.sampling, *both, sent=num_known > 0, edits=self._edits)
         if not seq.reserve_growth:
             given |= {"max_tokens": 1, "min_tokens": min(1, given["min_tokens"])}
         checksums = tuple(self.core.kv.checksums[block] for block in seq.block_ids[:num_full])

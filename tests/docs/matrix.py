@@ -105,11 +105,13 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.REASONING_BUDGET: {
         "one process": "engine/model/test_grammar.py"
         "::test_reasoning_ends_when_its_budget_is_used_up",
+        "vLLM": "worker/test_vllm_sampling.py::test_bans_and_budgets_hold_at_a_worker",
     },
     C.PENALTIES: {
         "one process": "engine/model/test_grammar.py"
         "::test_bans_and_biases_count_among_the_tokens_that_a_grammar_allows",
         "GPU": _EDITED,
+        "vLLM": "worker/test_vllm_sampling.py::test_bans_and_budgets_hold_at_a_worker",
     },
     C.LOGPROBS: {
         "one process": "engine/model/test_prompt_outputs.py"

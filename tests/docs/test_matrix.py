@@ -173,14 +173,13 @@ class Captures:
     captured = ()
 
 
-def of_requests(capability: Capability) -> str:
+def of_requests(capability: Capability, no: No) -> str:
     asked = {
         C.EMBEDDINGS: SamplingParams(pooling=Pooling.MEAN),
         C.REASONING_BUDGET: SamplingParams(reasoning=ReasoningBudget(4, 2)),
-        C.PENALTIES: SamplingParams(bad_words=((1,),)),
         C.GRAMMARS: SamplingParams(grammar='{"grammars": [{}, {}]}'),
     }
-    return unsupported(asked[capability])
+    return unsupported(asked[capability], edits=T.GPU not in no.where)
 
 
 def of_handing_over(no: No, make: Make) -> str:
@@ -245,8 +244,8 @@ def said(
             return of_adapters(no, make, monkeypatch)
         case C.NGRAM_DRAFTS:
             return of_ngrams(no, make, monkeypatch)
-        case C.GRAMMARS | C.REASONING_BUDGET | C.PENALTIES | C.EMBEDDINGS:
-            return of_requests(capability)
+        case C.GRAMMARS | C.REASONING_BUDGET | C.EMBEDDINGS:
+            return of_requests(capability, no)
         case C.HAND_OVER:
             return of_handing_over(no, make)
         case C.SCALING:

@@ -4,15 +4,17 @@ Recorded from it: names and types of outputs, KV events (integers as hashes, the
 `extra_keys` of the first block, a Stored again where a block is reused), statistics after each
 step, what is raised for a token that the model does not have, and how a KV connector is called. The
 model is a hash: the next token depends on all before it, and with a temperature on the seed and on
-how many were drawn. KV of a token is a hash of all up to it; where what is in a block is not that,
-another token comes, and other KV of those that follow. Blocks are cached as they are allocated, and
-shared by requests that begin alike, in the same step too.
+how many were drawn, or without a seed on how many the engine has drawn. It is the largest of a row
+of logits, which bans and logits processors edit. KV of a token is a hash of all up to it; where
+what is in a block is not that, another token comes, and other KV of those that follow. Blocks are
+cached as they are allocated, and shared by requests that begin alike, in the same step too.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib import import_module
@@ -54,6 +56,7 @@ class _Request:
     num_cached: int = 0
     num_computed: int = -1  # tokens that have KV; -1: it has not been scheduled
     block_ids: list[int] = field(default_factory=list)
+    edits: list[Callable[[list[int], torch.Tensor], torch.Tensor]] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -112,6 +115,9 @@ class LLMEngine:
     requests: dict[str, _Request] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)  # hash -> block, the oldest first
     users: dict[int, int] = field(default_factory=dict)  # block -> requests
+    processors: list[Any] = field(default_factory=list)
+    seed: int = 0
+    num_drawn: int = 0  # without a seed of the request
 
     made: ClassVar[list[LLMEngine]] = []
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
@@ -147,6 +153,8 @@ class LLMEngine:
             connectors[1].register_kv_caches({f"layer {i}": each for i, each in enumerate(kv)})
         loggers = [each(config) for each in stat_loggers]
         made = cls(config, publisher(0), loggers, connectors, kv, list(range(1, num_blocks)))
+        made.processors = [each(config, None, False) for each in args.logits_processors]
+        made.seed = args.seed
         cls.made.append(made)
         return made
 
@@ -157,7 +165,11 @@ class LLMEngine:
         tokens = list(prompt["prompt_token_ids"])
         if max(tokens) >= VOCAB:
             raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
-        self.requests[key] = _Request(key, tokens, params, prompt.get("cache_salt", ""))
+        assert params.seed is None or 0 <= params.seed < 1 << 63
+        made = [each.new_req_logits_processor(params) for each in self.processors]
+        request = _Request(key, tokens, params, prompt.get("cache_salt", ""))
+        request.edits = [each for each in made if each is not None]
+        self.requests[key] = request
 
     def abort_request(self, keys: list[str]) -> None:
         for key in keys:
@@ -288,10 +300,7 @@ class LLMEngine:
 
     def _advance(self, request: _Request) -> Any:
         params, is_first = request.params, request.num_drawn == 0
-        drawn = f"{params.seed} {request.num_drawn}" if params.temperature else ""
-        token = next_token(request.tokens, drawn)
-        if not self._reads_its_own(request, len(request.tokens)):
-            token = (token + 1) % VOCAB
+        token = self._sampled(request)
         request.tokens.append(token)
         request.num_drawn += 1
         if not is_first:
@@ -320,6 +329,28 @@ class LLMEngine:
             finished=finish is not None,
         )
 
+    def _sampled(self, request: _Request) -> int:
+        params, drawn = request.params, ""
+        if params.temperature and params.seed is not None:
+            drawn = f"{params.seed} {request.num_drawn}"
+        elif params.temperature:
+            self.num_drawn += 1
+            drawn = f"{self.seed} of the engine {self.num_drawn}"
+        token = next_token(request.tokens, drawn)
+        if not self._reads_its_own(request, len(request.tokens)):
+            token = (token + 1) % VOCAB
+        row = -torch.arange(VOCAB, dtype=torch.float32).roll(token) / VOCAB
+        output = request.tokens[len(request.tokens) - request.num_drawn :]
+        for *begin, last in params._bad_words_token_ids or ():
+            if output[len(output) - len(begin) :] == begin:
+                row[last] = -torch.inf
+        if params.allowed_token_ids:
+            kept = row[params.allowed_token_ids]
+            row.fill_(-torch.inf)[params.allowed_token_ids] = kept
+        for each in request.edits:
+            row = each(output, row)
+        return int(row.argmax())
+
     def _names(self, request: _Request) -> list[tuple[int, int | None, list[int]]]:
         """Returns, for each full block before the last token, its hash, that before it, tokens."""
         size, parent, found = self.vllm_config.cache_config.block_size, None, []
@@ -347,7 +378,9 @@ class LLMEngine:
         self.publisher.publish(SimpleNamespace(events=events))
 
 
-class EngineArgs(SimpleNamespace): ...
+class EngineArgs(SimpleNamespace):
+    logits_processors = ()
+    seed = 0
 
 
 class KVEventsConfig(SimpleNamespace): ...
@@ -356,8 +389,13 @@ class KVEventsConfig(SimpleNamespace): ...
 class SamplingParams(SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         defaults = {"seed": None, "stop_token_ids": None, "min_tokens": 0, "logprobs": None}
-        defaults["logprob_token_ids"] = None
+        defaults |= {"logprob_token_ids": None, "extra_args": None, "allowed_token_ids": None}
+        defaults["_bad_words_token_ids"] = None
         super().__init__(**{**defaults, **given})
+
+
+class AdapterLogitsProcessor:
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None: ...
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -383,6 +421,9 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "EventPublisherFactory": EventPublisherFactory,
         },
         "vllm.v1": {},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+        "vllm.v1.sample": {},
+        "vllm.v1.sample.logits_processor": {"AdapterLogitsProcessor": AdapterLogitsProcessor},
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.loggers": {"StatLoggerBase": object},
         "vllm.sampling_params": {
@@ -395,7 +436,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         for each, value in names.items():
             setattr(module, each, value)
         patch.setitem(sys.modules, name, module)
-    patch.delitem(sys.modules, "kvrelay.decode_worker.vllm.connector", raising=False)
+    for name in ("connector", "edits"):
+        patch.delitem(sys.modules, f"kvrelay.decode_worker.vllm.{name}", raising=False)
     patch.setattr(EventPublisherFactory, "registered", {})
     patch.setattr(LLMEngine, "made", [])
     patch.setattr(LLMEngine, "turns", None)

@@ -40,7 +40,7 @@ from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Exit, Send, Woken
-from kvrelay.engine.request import FinishReason, ReasoningBudget, Refusal, SamplingParams
+from kvrelay.engine.request import FinishReason, Pooling, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
 from kvrelay.kvtransfer.checksum import checksum_blocks
@@ -158,8 +158,13 @@ def test_what_vllm_holds_is_known_to_the_router_and_reused(cluster: LocalCluster
         GREEDY,
         replace(GREEDY, temperature=0.8, seed=7),
         replace(GREEDY, temperature=0.8, seed=7, presence_penalty=0.5),
+        replace(GREEDY, temperature=0.8, is_seeded=False),
+        replace(GREEDY, temperature=0.8, is_seeded=False, presence_penalty=0.5),
     ],
-    ids=["greedy", "seeded", "depends on which tokens are output"],
+    ids=[
+        *("greedy", "seeded", "depends on which tokens are output"),
+        *("of no seed", "of no seed, depends on which tokens are output"),
+    ],
 )
 def test_a_worker_that_dies_is_taken_over_from(
     cluster: LocalCluster, sampling: SamplingParams
@@ -181,7 +186,16 @@ def test_a_worker_that_dies_is_taken_over_from(
     assert cluster.status().totals.retries
     is_same = [each.tokens for each in answers] == expected
     # What is drawn is a function of the seed, and of how many were drawn since the prompt's end.
-    assert is_same is (sampling.temperature == 0 or sampling.presence_penalty > 0)
+    repeats = sampling.is_seeded and sampling.presence_penalty > 0
+    assert is_same is (sampling.temperature == 0 or repeats)
+    explanations = cluster.router.explanations
+    for answer in answers:
+        each = cluster.run(lambda of=answer: explanations.get(of.request_id))
+        assert each is not None
+        first, *others = each.attempts
+        assert not first.redraws
+        went_on = [a for a in others if a.num_tokens > each.num_prompt_tokens]
+        assert all(a.redraws is (sampling.temperature > 0) for a in went_on)
     assert {len(each.tokens) for each in answers} == {60}
     assert_clean(cluster)
 
@@ -391,20 +405,21 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
         (replace(WORK, tokens=(1,) * 64), Refusal.CONTEXT_LENGTH, "64 tokens leave no room"),
         (replace(WORK, num_prompt_tokens=80), Refusal.NEVER_FITS, ""),
         (
-            replace(WORK, sampling=replace(GREEDY, bad_words=((1,),))),
+            replace(WORK, sampling=replace(GREEDY, pooling=Pooling.LAST)),
             Refusal.UNSUPPORTED,
-            "vLLM's bad_words are texts, not tokens",
+            "compute no embeddings",
         ),
         (
             replace(WORK, sampling=replace(GREEDY, reasoning=ReasoningBudget(4, 2))),
             Refusal.UNSUPPORTED,
-            "vLLM has no budget for reasoning",
+            "no budget for reasoning",
         ),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_words(work: Any, reason: Refusal, said: str) -> None:
     config = replace_config(num_blocks=8) if reason is Refusal.NEVER_FITS else CONFIG
-    [refused] = sent(VllmWorker(config, ROLES).receive(0.0, work), Refused)
+    node = VllmWorker(config, ROLES, edits=False)  # as on a GPU
+    [refused] = sent(node.receive(0.0, work), Refused)
     assert refused.reason is reason
     assert said in refused.detail
 
@@ -551,6 +566,10 @@ def test_a_block_after_an_unknown_one_has_no_name() -> None:
         (grammar_of("regex", "a+", {}), {"grammar": "start: /a+/"}),
         ('{"grammars": [{"json_schema": {"type": "null"}}]}', {"json": '{"type": "null"}'}),
         ('{"grammars": [{"lark_grammar": "start: @a"}, {"name": "a"}]}', {}),
+        (
+            '{"grammars": [{"lark_grammar": "start: @a"}, {"name": "a", "json_schema": {}}]}',
+            {"grammar": "start: %json {}"},
+        ),
         ("{", {}),
     ],
 )
