@@ -235,7 +235,6 @@ RULES: dict[Capability, tuple[No, ...]] = {
         _without("shape", _EXACT, Trait.UNEVEN_KV),
     ),
     Capability.SESSIONS: _OF_TIERS,
-    Capability.CLASSES: (_without("engine", "routers have them, not vLLM's steps", Trait.VLLM),),
     Capability.WEIGHT_UPDATES: (
         _no("engine", _KEPT, Trait.VLLM),
         _no("ranks", _IN_PLACE, Trait.RANKS),

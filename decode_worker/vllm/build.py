@@ -25,7 +25,7 @@ from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.config import ModelConfig, check_unchanged, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
-from kvrelay.engine.support import Capability, drafts_of, notices_of, tiers_of
+from kvrelay.engine.support import drafts_of, notices_of, tiers_of
 from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.worker.kv_plan import (
     BuildError,
@@ -124,7 +124,7 @@ def _built(
     longest = min(model.max_model_len, num_blocks * cache.block_size)
     config = worker_config(spec, plan, longest, digest)
     config = structs.replace(config, num_packed_blocks=0)
-    asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers), Capability.CLASSES]
+    asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers)]
     notices = tuple(notices_of(asked, traits))
     if copied is None:
         node = VllmWorker(config, roles, copies=False, edits=vllm.edits)

@@ -105,7 +105,7 @@ class VllmEngine:
         if self.edits:
             extra |= _edits(arguments)
         # Workers that draw alike would give the choices of a request the same text.
-        own = {"seed": secrets.randbits(31), **arguments, **extra}
+        own = {"seed": secrets.randbits(31), "scheduling_policy": "priority", **arguments, **extra}
         self._engine = _open(own, self._reports)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self._ends = False
@@ -196,7 +196,8 @@ class VllmEngine:
     def _begin(self, effect: Begin) -> None:
         self.copies.begin(effect)
         try:
-            self._engine.add_request(effect.key, _prompt(effect), _sampling(effect.options))
+            asked = _prompt(effect), _sampling(effect.options)
+            self._engine.add_request(effect.key, *asked, priority=effect.priority)
         except Exception as error:  # what it refuses has classes of vLLM's own; it goes on
             self.copies.end(effect.key)
             self._deliver(NotBegun(effect.key, first_line(error)))

@@ -20,6 +20,7 @@ class Begin:
     table: tuple[int, ...] = ()  # blocks of the worker's own memory that its KV is copied to
     checksums: tuple[int, ...] = ()  # one for each, from the first, that has its KV already
     saves_tail: bool = False  # its last block is copied too, full or not
+    priority: int = 0  # the lowest goes first, and keeps its blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ class Run:
     num_sent: int  # entries of the block table that vLLM has
     has_begun: bool = False  # tokens have come of it
     is_stopped: bool = False
+    gives_way: bool = False  # to one of a higher class: it goes on when there is room again
 
 
 class VllmWorker(Worker):
@@ -118,14 +119,21 @@ class VllmWorker(Worker):
         return super()._begin(role, now, request)
 
     def _schedule(self, now: float) -> list[Effect]:
+        scheduler = self.core.scheduler
         effects = self._admit(now)
-        for seq in self.core.scheduler.running:
+        gone = scheduler.gives_way
+        run = None if gone is None else self._runs.get(_name(gone))
+        if run is not None and run.seq.reserve_growth and not run.is_stopped:
+            run.is_stopped = run.gives_way = True
+            effects.append(Stop(_name(run.seq)))
+        for seq in scheduler.running:
             if _name(seq) not in self._runs:
                 effects.append(self._start(seq))
-        for name, run in self._runs.items():
-            if run.seq.state is SeqState.DEAD and not run.is_stopped:
-                run.is_stopped = True
+        for name, each in self._runs.items():
+            if each.seq.state is SeqState.DEAD and not each.is_stopped:
+                each.is_stopped = True
                 effects.append(Stop(name))
+        effects += self._report_preempted(scheduler.take_preempted())
         if self._runs and not self._is_stepping:
             self._is_stepping = True
             self.core.watch.begin(now, 0.0 if self.core.watch.num_done else None)
@@ -160,6 +168,7 @@ class VllmWorker(Worker):
             tuple(seq.block_ids) if self._copies else (),
             checksums,
             saves_tail=not seq.reserve_growth,
+            priority=seq.service_class.priority,
         )
 
     def _on_stepped(self, now: float, step: Stepped) -> list[Effect]:
@@ -280,6 +289,8 @@ class VllmWorker(Worker):
             run.seq.num_steps -= 1
             if run.seq.state is SeqState.DEAD:
                 self.core.scheduler.release_if_settled(run.seq)
+            elif run.gives_way:
+                self.core.scheduler.preempt(run.seq)
         return []
 
     def _on_not_begun(self, said: NotBegun) -> list[Effect]:
@@ -345,8 +356,9 @@ class VllmWorker(Worker):
 
 
 def _name(seq: Sequence) -> str:
-    """The key that vLLM knows it by."""
-    return f"{seq.request_id}/{seq.attempt}"
+    """The key that vLLM knows it by, another one each time that it begins there."""
+    again = f"/{seq.num_preemptions}" if seq.num_preemptions else ""
+    return f"{seq.request_id}/{seq.attempt}{again}"
 
 
 def _reported(known: TokenLogprobs, sampling: SamplingParams) -> TokenLogprobs:

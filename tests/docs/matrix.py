@@ -176,6 +176,7 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.CLASSES: {
         "one process": "engine/test_service_classes.py"
         "::test_a_higher_class_takes_the_memory_of_a_lower_one_which_goes_on_later",
+        "vLLM": "worker/test_vllm_classes.py::test_those_that_gave_way_end_with_the_same_tokens",
     },
     C.WEIGHT_UPDATES: {
         "one process": "local/test_local_weights.py"

@@ -161,7 +161,9 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    def add_request(self, key: str, prompt: dict[str, Any], params: Any) -> None:
+    def add_request(
+        self, key: str, prompt: dict[str, Any], params: Any, *, priority: int = 0
+    ) -> None:
         tokens = list(prompt["prompt_token_ids"])
         if max(tokens) >= VOCAB:
             raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
