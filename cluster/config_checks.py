@@ -97,6 +97,13 @@ def not_of_vllm(engine: EngineSection, model: ModelSection) -> str:
     return ""
 
 
+def no_scaling(is_wanted: bool, traits: Iterable[Trait]) -> str:
+    """Why the number of workers with these traits cannot follow the load; "": it can, or is not
+    to."""
+    why = refusal_of(Capability.SCALING, traits) if is_wanted else ""
+    return f"scaling.enabled: {why}: set it to false" if why else ""
+
+
 def require_extra(extra: str, *modules: str) -> None:
     """Import `modules`, which the extra of that name installs. Raises ConfigError."""
     for name in modules:

@@ -16,6 +16,7 @@ import psutil
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config
+from kvrelay.cluster.config_checks import no_scaling
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.identity import checkpoint_identity
 from kvrelay.engine.model.checkpoint.drafters import check_drafter
@@ -115,7 +116,7 @@ def prepare_model(
     dtype = most_dtype(section.dtype, config.engine)  # the workers choose what "auto" is
     weights = dtype, section.quantization, on_gpu
     plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}
-    if config.engine.runs == "vllm" and config.cluster.prefill:
+    if config.engine.runs == "vllm":
         _check_hands_over(config, plans)
     host_bytes = int(config.tiers.memory_gib * GIB) if num_workers_here else 0
     here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
@@ -143,8 +144,11 @@ def served_names(section: ModelSection) -> list[str]:
 def _check_hands_over(config: Config, plans: Mapping[Role, KVPlan]) -> None:
     """Raises BuildError where prompts would be computed for others by workers that copy no KV."""
     for plan in plans.values():
-        if why := refusal_of(Capability.HAND_OVER, plan_traits(config.engine, plan.spec)):
-            raise BuildError(f"prefill = {config.cluster.prefill}: {why}: set it to 0")
+        traits, prefill = plan_traits(config.engine, plan.spec), config.cluster.prefill
+        if prefill and (why := refusal_of(Capability.HAND_OVER, traits)):
+            raise BuildError(f"prefill = {prefill}: {why}: set it to 0")
+        if why := no_scaling(config.scaling.enabled, traits):
+            raise BuildError(why)
 
 
 def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:

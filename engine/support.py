@@ -241,7 +241,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
         _no("device", _IN_PLACE, Trait.GPU),
         _no("states", _KEEP_MODE, Trait.STATES, how=How.PART),
     ),
-    Capability.SCALING: (_no("engine", "the number of vLLM's workers is fixed", Trait.VLLM),),
+    Capability.SCALING: _not_copied(How.REFUSED, "vLLM's workers keep their role"),
     Capability.MODEL_CHANGES: (
         _no("servers", _FILES, Trait.SERVERS),
         _no("engine", _CODE, Trait.VLLM, how=How.PART),

@@ -24,6 +24,8 @@ from kvrelay.decode_worker.vllm.messages import (
     EngineLost,
     Extend,
     Generated,
+    Held,
+    Hold,
     NotBegun,
     Removed,
     Stepped,
@@ -108,7 +110,7 @@ class VllmEngine:
         own = {"seed": secrets.randbits(31), "scheduling_policy": "priority", **arguments, **extra}
         self._engine = _open(own, self._reports)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
-        self._ends = False
+        self._ends = self._holds = False
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._deliver: Deliver = lambda message: None
         self._transfers: TransferLoops | None = None
@@ -174,7 +176,7 @@ class VllmEngine:
     def _take_effects(self) -> None:
         """Blocks while there is nothing to do. After a stop there is: a step frees its blocks."""
         has_work = self._engine.has_unfinished_requests()
-        while not (has_work and self._effects.empty()) and not self._ends:
+        while (self._holds or not (has_work and self._effects.empty())) and not self._ends:
             effect = self._effects.get()
             if effect is not None:
                 self._perform(effect)
@@ -190,6 +192,10 @@ class VllmEngine:
                 self.copies.extend(key, blocks)
             case Begin():
                 self._begin(effect)
+            case Hold(holds):
+                self._holds = holds
+                if holds:
+                    self._deliver(Held())
             case _:
                 assert isinstance(effect, PrepareGrammar), effect  # vLLM compiles it by itself
 

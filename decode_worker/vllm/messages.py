@@ -46,6 +46,18 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Effect: run no step (any more), or go on. Answered by `Held` where it holds."""
+
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """No step is under way, and none begins."""
+
+
+@dataclass(frozen=True, slots=True)
 class NotBegun:
     """vLLM does not take the request of this key."""
 

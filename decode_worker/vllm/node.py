@@ -26,6 +26,8 @@ from kvrelay.decode_worker.vllm.messages import (
     EngineLost,
     Extend,
     Generated,
+    Held,
+    Hold,
     NotBegun,
     Stepped,
     Stop,
@@ -33,7 +35,7 @@ from kvrelay.decode_worker.vllm.messages import (
 )
 from kvrelay.decode_worker.vllm.parameters import depends_on_output, options, unsupported
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import prompt_features
+from kvrelay.engine.cost import decode_features, prompt_features
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.messages import WorkRequest
 from kvrelay.engine.node import Effect, Exit, Note, Send
@@ -99,7 +101,9 @@ class VllmWorker(Worker):
         self._last = Stepped(())
         self._prompts_s = 0.0  # that steps took with prompts that have no token yet
         self._is_stepping = False
+        self._holds = False  # vLLM runs no step, by order
         self._handlers |= {
+            Held: lambda now, _: self._step_ended(now),
             Stepped: self._on_stepped,
             Stopped: lambda now, stopped: self._settle(stopped.key),
             NotBegun: lambda now, said: self._on_not_begun(said),
@@ -126,7 +130,10 @@ class VllmWorker(Worker):
         if run is not None and run.seq.reserve_growth and not run.is_stopped:
             run.is_stopped = run.gives_way = True
             effects.append(Stop(_name(run.seq)))
-        for seq in scheduler.running:
+        if scheduler.is_paused is not self._holds:
+            self._holds = scheduler.is_paused
+            effects.append(Hold(self._holds))
+        for seq in () if self._holds else scheduler.running:
             if _name(seq) not in self._runs:
                 effects.append(self._start(seq))
         for name, each in self._runs.items():
@@ -134,7 +141,7 @@ class VllmWorker(Worker):
                 each.is_stopped = True
                 effects.append(Stop(name))
         effects += self._report_preempted(scheduler.take_preempted())
-        if self._runs and not self._is_stepping:
+        if self._runs and not (self._is_stepping or self._holds):
             self._is_stepping = True
             self.core.watch.begin(now, 0.0 if self.core.watch.num_done else None)
         return effects
@@ -173,9 +180,7 @@ class VllmWorker(Worker):
 
     def _on_stepped(self, now: float, step: Stepped) -> list[Effect]:
         core = self.core
-        if self._is_stepping:
-            self._is_stepping = False
-            core.watch.end(now, None)
+        self._step_ended(now)
         self._last = step
         core.count("steps")
         self._measure(step)
@@ -194,6 +199,12 @@ class VllmWorker(Worker):
             if run is not None and run.seq.state is not SeqState.DEAD:
                 effects += self._take(run, generated)
         return effects
+
+    def _step_ended(self, now: float) -> list[Effect]:
+        if self._is_stepping:
+            self._is_stepping = False
+            self.core.watch.end(now, None)
+        return []
 
     def _copied(self, run: Run, copied: Copied) -> list[Effect]:
         """Blocks of `run` are in this worker's memory: they are announced, and can be read."""
@@ -326,6 +337,8 @@ class VllmWorker(Worker):
         if len(awaiting) <= step.num_waiting or not awaiting:
             if step.generated:
                 timing.decode_step_s.add(step.elapsed_s, 1)
+                features = decode_features(len(step.generated), step.used)
+                timing.decode_cost.add(features, step.elapsed_s)
             return
         share_s = timing.decode_step_s.value if step.num_running > len(awaiting) else 0.0
         self._prompts_s += max(step.elapsed_s - share_s, 0.1 * step.elapsed_s)

@@ -117,9 +117,10 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
             " these: set it by engine.arguments, as vLLM calls it",
         ),
         (
-            "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\nprefill = 0\n"
-            "[scaling]\nenabled = true",
-            "scaling.enabled: the number of vLLM's workers is fixed: set it to false",
+            "[engine]\nruns = 'vllm'\npython = 'p'\ntensor_parallel_size = 2\n"
+            "[cluster]\nprefill = 0\n[scaling]\nenabled = true",
+            "scaling.enabled: vLLM's workers keep their role where they have several ranks:"
+            " set it to false",
         ),
         ("[engine", "not TOML"),
     ],

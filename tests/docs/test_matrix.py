@@ -190,6 +190,17 @@ def of_handing_over(no: No, make: Make) -> str:
     return error_of(lambda: prepared(path, prefill=1, **VLLM, **kv))
 
 
+def of_scaling(no: No, make: Make) -> str:
+    scaling = {"enabled": True}
+    if T.RANKS in no.where:
+        return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, scaling=scaling))
+    path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
+    kv: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
+    model = {"name": str(path), "dtype": "bfloat16"}
+    config = config_of({"num_blocks": 64, **VLLM, **kv}, model=model, scaling=scaling)
+    return error_of(lambda: prepare_model(config, 0, lambda _: None, on_gpu=False))
+
+
 def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
     if T.VLLM not in no.where and capability is C.OBJECT_TIER:
         settings = TierSettings(worker_config(), {}, num_ranks=2)
@@ -249,7 +260,7 @@ def said(
         case C.HAND_OVER:
             return of_handing_over(no, make)
         case C.SCALING:
-            return error_of(lambda: config_of(VLLM, scaling={"enabled": True}))
+            return of_scaling(no, make)
         case C.WEIGHT_UPDATES:
             return of_weights(no, make)
         case C.MODEL_CHANGES:
