@@ -75,7 +75,7 @@ AT_VLLM: dict[str, AtVllm] = {
     "engine.max_failed_steps": AtVllm(
         "a worker ends as soon as vLLM raises", (EngineSection().max_failed_steps,)
     ),
-    "engine.adapter_bytes": AtVllm("nothing: its workers compute no adapters"),
+    "engine.adapter_bytes": AtVllm("what an adapter may take when it is registered"),
     "engine.core_dumps": _OURS,
     "engine.threads": AtVllm("`OMP_NUM_THREADS`; 0: all cores"),
     "engine.lease_s": _OURS,

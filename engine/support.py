@@ -61,6 +61,7 @@ class Trait(StrEnum):
     FP8_KV = "KV in 8 bits"
     UNEVEN_KV = "KV of several shapes"
     VLLM = "vLLM"
+    NO_LORA = "vLLM without LoRA"
     MODELS = "several models"
     ROUTERS = "several routers"
     SERVERS = "several servers"
@@ -112,8 +113,12 @@ def notices_of(capabilities: Iterable[Capability], traits: Iterable[Trait]) -> l
 def engine_traits(engine: EngineSection, *, on_gpu: bool) -> frozenset[Trait]:
     """Those of a worker by its settings. Another engine has its own rules for devices."""
     device = Trait.GPU if on_gpu else Trait.CPU
-    of_engine = Trait.VLLM if engine.runs == "vllm" else device
-    return _of((of_engine, True), (Trait.RANKS, engine.tensor_parallel_size > 1))
+    is_vllm = engine.runs == "vllm"
+    return _of(
+        (Trait.VLLM if is_vllm else device, True),
+        (Trait.RANKS, engine.tensor_parallel_size > 1),
+        (Trait.NO_LORA, is_vllm and not engine.arguments.get("enable_lora")),
+    )
 
 
 def model_traits(model: ModelConfig) -> frozenset[Trait]:
@@ -190,6 +195,7 @@ _CODE = "it says which code runs, so only the server's file and command line may
 _FILES = "servers of one cluster.name read [[models]] of their files: change those, then restart"
 _KEPT = "workers that run vllm keep their weights: restart the server with the new ones"
 _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
+_NO_LORA = "workers that run vllm compute adapters with engine.arguments = {enable_lora = true}"
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
 _PARTS = "vLLM's backend for grammars takes none of this form"
 _NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget for reasoning here"
@@ -207,7 +213,7 @@ _OF_TIERS = _not_copied(How.WITHOUT, "KV stays in vLLM's memory")
 
 RULES: dict[Capability, tuple[No, ...]] = {
     Capability.ADAPTERS: (
-        _no("engine", "workers that run vllm compute no adapters", Trait.VLLM),
+        _no("engine", _NO_LORA, Trait.VLLM, Trait.NO_LORA),
         _no("device", "adapters are computed on CPUs, not on GPUs", Trait.GPU),
     ),
     Capability.NGRAM_DRAFTS: (

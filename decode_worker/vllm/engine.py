@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.decode_worker.vllm.adapters import VllmAdapters
 from kvrelay.decode_worker.vllm.copies import Copies
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
@@ -34,8 +35,9 @@ from kvrelay.decode_worker.vllm.messages import (
     Stored,
 )
 from kvrelay.engine.host import Deliver, first_line
+from kvrelay.engine.needs import NeedError
 from kvrelay.engine.node import Effect, NodeId
-from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.request import Refusal, TokenLogprobs
 from kvrelay.engine.step import PrepareGrammar
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, FindStored, StoreIndex
 
@@ -109,6 +111,7 @@ class VllmEngine:
         # Workers that draw alike would give the choices of a request the same text.
         own = {"seed": secrets.randbits(31), "scheduling_policy": "priority", **arguments, **extra}
         self._engine = _open(own, self._reports)
+        self._adapters = VllmAdapters(self._engine)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self._ends = self._holds = False
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
@@ -202,11 +205,14 @@ class VllmEngine:
     def _begin(self, effect: Begin) -> None:
         self.copies.begin(effect)
         try:
+            lora = None if effect.need is None else self._adapters.request(effect.need)
             asked = _prompt(effect), _sampling(effect.options)
-            self._engine.add_request(effect.key, *asked, priority=effect.priority)
+            how = {"priority": effect.priority, "lora_request": lora}
+            self._engine.add_request(effect.key, *asked, **how)
         except Exception as error:  # what it refuses has classes of vLLM's own; it goes on
             self.copies.end(effect.key)
-            self._deliver(NotBegun(effect.key, first_line(error)))
+            reason = Refusal.NEED if isinstance(error, NeedError) else Refusal.UNSUPPORTED
+            self._deliver(NotBegun(effect.key, first_line(error), reason))
 
 
 def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:

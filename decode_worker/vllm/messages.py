@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.needs import Need
+from kvrelay.engine.request import Refusal, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Begin:
     checksums: tuple[int, ...] = ()  # one for each, from the first, that has its KV already
     saves_tail: bool = False  # its last block is copied too, full or not
     priority: int = 0  # the lowest goes first, and keeps its blocks
+    need: Need | None = None  # an adapter, which is loaded before
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class NotBegun:
 
     key: str
     why: str
+    reason: Refusal = Refusal.UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True)

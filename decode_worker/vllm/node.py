@@ -176,6 +176,7 @@ class VllmWorker(Worker):
             checksums,
             saves_tail=not seq.reserve_growth,
             priority=seq.service_class.priority,
+            need=seq.need,
         )
 
     def _on_stepped(self, now: float, step: Stepped) -> list[Effect]:
@@ -309,8 +310,9 @@ class VllmWorker(Worker):
         self._settle(said.key)
         if run is None or run.seq.state is SeqState.DEAD:
             return []
-        why = f"vLLM does not take it: {said.why}"
-        return self._fail(run.seq, Refusal.UNSUPPORTED, why)
+        is_its_own = said.reason is Refusal.UNSUPPORTED
+        why = f"vLLM does not take it: {said.why}" if is_its_own else said.why
+        return self._fail(run.seq, said.reason, why)
 
     def _fail(self, seq: Sequence, reason: Refusal, why: str) -> list[Effect]:
         return [*self.exchange.end(seq), Send(seq.router, self._refusal(seq, reason, why))]

@@ -39,6 +39,7 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
     },
     "With workers that run vLLM": {
         "vLLM": frozenset({T.VLLM}),
+        "no LoRA": frozenset({T.VLLM, T.NO_LORA}),
         "its ranks": frozenset({T.VLLM, T.RANKS}),
         "its states": frozenset({T.VLLM, T.STATES}),
         "its FP8 KV": frozenset({T.VLLM, T.FP8_KV}),
@@ -84,6 +85,7 @@ TESTED: dict[Capability, dict[str, str]] = {
         "ranks": "engine/model/test_parallel.py"
         "::test_two_ranks_compute_adapters_as_one_process_does",
         "int8, int4": _MERGED,
+        "vLLM": "worker/test_vllm_adapters.py::test_an_adapter_is_in_tokens_and_in_names_of_kv",
     },
     C.NGRAM_DRAFTS: {
         **dict.fromkeys(("one process", "states"), _DRAFTS),

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -52,6 +53,7 @@ class _Request:
     tokens: list[int]
     params: Any
     salt: str
+    lora: str = ""  # its adapter's name
     num_drawn: int = 0
     num_cached: int = 0
     num_computed: int = -1  # tokens that have KV; -1: it has not been scheduled
@@ -67,9 +69,9 @@ class _Request:
         return len(self.tokens)
 
 
-def kv_of(tokens: list[int]) -> torch.Tensor:
+def kv_of(tokens: list[int], lora: str = "") -> torch.Tensor:
     return torch.frombuffer(
-        bytearray(blake2b(f"{tokens}".encode(), digest_size=8).digest()), dtype=torch.int16
+        bytearray(blake2b(f"{tokens}{lora}".encode(), digest_size=8).digest()), dtype=torch.int16
     ).float()
 
 
@@ -118,6 +120,7 @@ class LLMEngine:
     processors: list[Any] = field(default_factory=list)
     seed: int = 0
     num_drawn: int = 0  # without a seed of the request
+    loras: dict[int, Any] = field(default_factory=dict)
 
     made: ClassVar[list[LLMEngine]] = []
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
@@ -162,7 +165,13 @@ class LLMEngine:
         return bool(self.requests)
 
     def add_request(
-        self, key: str, prompt: dict[str, Any], params: Any, *, priority: int = 0
+        self,
+        key: str,
+        prompt: dict[str, Any],
+        params: Any,
+        *,
+        priority: int = 0,
+        lora_request: Any = None,
     ) -> None:
         tokens = list(prompt["prompt_token_ids"])
         if max(tokens) >= VOCAB:
@@ -171,7 +180,19 @@ class LLMEngine:
         made = [each.new_req_logits_processor(params) for each in self.processors]
         request = _Request(key, tokens, params, prompt.get("cache_salt", ""))
         request.edits = [each for each in made if each is not None]
+        if lora_request is not None:
+            assert lora_request.lora_int_id in self.loras
+            request.lora = lora_request.lora_name
         self.requests[key] = request
+
+    def list_loras(self) -> set[int]:
+        return {*self.loras}
+
+    def add_lora(self, lora_request: Any) -> bool:
+        if not (Path(lora_request.lora_path) / "adapter_config.json").is_file():
+            raise ValueError(f"Loading lora {lora_request.lora_name} failed")
+        self.loras[lora_request.lora_int_id] = lora_request
+        return True
 
     def abort_request(self, keys: list[str]) -> None:
         for key in keys:
@@ -284,7 +305,7 @@ class LLMEngine:
         for at in range(first, end):
             is_right = at % size or not at or self._reads_its_own(request, at)
             for number, layer in enumerate(self.kv):
-                kv = kv_of(request.tokens[: at + 1]) + number + (not is_right)
+                kv = kv_of(request.tokens[: at + 1], request.lora) + number + (not is_right)
                 layer[request.block_ids[at // size], 0, at % size] = kv
 
     def _reads_its_own(self, request: _Request, end: int) -> bool:
@@ -293,7 +314,7 @@ class LLMEngine:
             bool(
                 (
                     layer[request.block_ids[at // size], 0, at % size]
-                    == kv_of(request.tokens[: at + 1]) + n
+                    == kv_of(request.tokens[: at + 1], request.lora) + n
                 ).all()
             )
             for at in range(size - 1, end, size)
@@ -338,7 +359,7 @@ class LLMEngine:
         elif params.temperature:
             self.num_drawn += 1
             drawn = f"{self.seed} of the engine {self.num_drawn}"
-        token = next_token(request.tokens, drawn)
+        token = next_token(request.tokens, drawn + request.lora)
         if not self._reads_its_own(request, len(request.tokens)):
             token = (token + 1) % VOCAB
         row = -torch.arange(VOCAB, dtype=torch.float32).roll(token) / VOCAB
@@ -358,7 +379,8 @@ class LLMEngine:
         size, parent, found = self.vllm_config.cache_config.block_size, None, []
         for start in range(0, len(request.tokens) - size, size):
             tokens = request.tokens[start : start + size]
-            name = int.from_bytes(blake2b(f"{parent} {tokens} {request.salt}".encode()).digest())
+            about = f"{parent} {tokens} {request.salt} {request.lora}"
+            name = int.from_bytes(blake2b(about.encode()).digest())
             found.append((name, parent, tokens))
             parent = name
         return found
@@ -370,7 +392,8 @@ class LLMEngine:
             self._names(request), request.block_ids, strict=False
         ):
             self.cached[name] = self.cached.pop(name, block)
-            keys = [(request.salt,)] if request.salt and parent is None else [None]
+            salt = (request.salt,) if request.salt and parent is None else ()
+            keys = [(*((request.lora,) if request.lora else ()), *salt) or None]
             about = {"block_size": size, "extra_keys": keys, "group_idx": 0}
             events.append(
                 BlockStored(
@@ -394,6 +417,13 @@ class SamplingParams(SimpleNamespace):
         defaults |= {"logprob_token_ids": None, "extra_args": None, "allowed_token_ids": None}
         defaults["_bad_words_token_ids"] = None
         super().__init__(**{**defaults, **given})
+
+
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
 
 
 class AdapterLogitsProcessor:
@@ -424,6 +454,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         },
         "vllm.v1": {},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": LoRARequest},
         "vllm.v1.sample": {},
         "vllm.v1.sample.logits_processor": {"AdapterLogitsProcessor": AdapterLogitsProcessor},
         "vllm.v1.metrics": {},

@@ -50,7 +50,7 @@ READ_BY_THE_WORKER = {
         "engine.max_waiting",
     ),
     *("engine.step_timeout_s", "engine.core_dumps", "engine.lease_s", "engine.handoff_timeout_s"),
-    *("engine.read_timeout_s", "engine.read_floor_s"),
+    *("engine.read_timeout_s", "engine.read_floor_s", "engine.adapter_bytes"),
 }
 
 
