@@ -113,11 +113,11 @@ def notices_of(capabilities: Iterable[Capability], traits: Iterable[Trait]) -> l
 def engine_traits(engine: EngineSection, *, on_gpu: bool) -> frozenset[Trait]:
     """Those of a worker by its settings. Another engine has its own rules for devices."""
     device = Trait.GPU if on_gpu else Trait.CPU
-    is_vllm = engine.runs == "vllm"
+    is_vllm, has_lora = engine.runs == "vllm", bool(engine.arguments.get("enable_lora"))
     return _of(
         (Trait.VLLM if is_vllm else device, True),
         (Trait.RANKS, engine.tensor_parallel_size > 1),
-        (Trait.NO_LORA, is_vllm and not engine.arguments.get("enable_lora")),
+        (Trait.NO_LORA, is_vllm and not (has_lora and (on_gpu or LORA_ON_CPUS))),
     )
 
 
@@ -185,6 +185,10 @@ def _not_copied(how: How, text: str) -> tuple[No, ...]:
     )
 
 
+LORA_ON_CPUS = False
+"""vLLM 0.32 gives requests without an adapter, beside others in one step, the adapter of its last
+slot there: index -1 of its slots means none, and is looked up as the last one."""
+
 DRAFTERS = (Capability.HEAD_DRAFTS, Capability.MODEL_DRAFTS, Capability.MTP_DRAFTS)
 _NOT_VERIFIED = "draft tokens are not verified"
 _OF_MODEL = "drafters need one process on a CPU, whose kernels run all layers at once"
@@ -195,7 +199,9 @@ _CODE = "it says which code runs, so only the server's file and command line may
 _FILES = "servers of one cluster.name read [[models]] of their files: change those, then restart"
 _KEPT = "workers that run vllm keep their weights: restart the server with the new ones"
 _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
-_NO_LORA = "workers that run vllm compute adapters with engine.arguments = {enable_lora = true}"
+_NO_LORA = (
+    "of workers that run vllm, those on GPUs with engine.arguments.enable_lora compute adapters"
+)
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
 _PARTS = "vLLM's backend for grammars takes none of this form"
 _NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget for reasoning here"

@@ -40,7 +40,11 @@ def adapter_base(
         config.model.name,
         partial(base_digest, model_dir),
         why_not,
-        lambda: _not_at_all(config) or ("" if loads() else unserved("adapter")),
+        # Whether vLLM's are on GPUs is not known here: its workers say whether they load any.
+        lambda: (
+            _not_at_all(config, on_gpu=config.engine.runs == "vllm")
+            or ("" if loads() else unserved("adapter"))
+        ),
     )
 
 

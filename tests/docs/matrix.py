@@ -39,11 +39,11 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
     },
     "With workers that run vLLM": {
         "vLLM": frozenset({T.VLLM}),
-        "no LoRA": frozenset({T.VLLM, T.NO_LORA}),
         "its ranks": frozenset({T.VLLM, T.RANKS}),
         "its states": frozenset({T.VLLM, T.STATES}),
         "its FP8 KV": frozenset({T.VLLM, T.FP8_KV}),
     },
+    "Where those have no LoRA": {"no LoRA": frozenset({T.VLLM, T.NO_LORA})},
     "With several of them": {
         "models": frozenset({T.CPU, T.MODELS}),
         "routers": frozenset({T.CPU, T.ROUTERS}),

@@ -18,6 +18,7 @@ from kvrelay.decode_worker.vllm.build import build
 from kvrelay.engine.adapter_copies import kept_folder, register
 from kvrelay.engine.needs import Need
 from kvrelay.engine.request import Refusal
+from kvrelay.engine.support import Trait, engine_traits
 from tests.local.test_local import model_dir as model_dir
 from tests.support import vllm_stand_in
 from tests.support.adapters import write_adapter
@@ -39,6 +40,7 @@ def of_adapter(prompt: list[int], need: Need | None, count: int = 8) -> list[int
 @pytest.fixture
 def adapters(tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[Need]:
     vllm_stand_in.install(monkeypatch)
+    monkeypatch.setattr("kvrelay.engine.support.LORA_ON_CPUS", True)  # the stand-in does it right
 
     def built(spec: Any, options: Any) -> Any:
         vllm_stand_in.EventPublisherFactory.registered.clear()
@@ -98,10 +100,16 @@ def test_workers_without_lora_say_what_would_be_right(
         assert "compute no adapters" in failed.detail
 
 
+def test_on_cpus_none_is_served_as_others_would_get_it() -> None:
+    assert Trait.NO_LORA not in engine_traits(WITH_LORA, on_gpu=True)
+    assert Trait.NO_LORA in engine_traits(WITH_LORA, on_gpu=False)
+    assert Trait.NO_LORA in engine_traits(VLLM, on_gpu=True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "rank", "said"),
     [
-        ({}, 4, "engine.arguments = {enable_lora = true}"),
+        ({}, 4, "engine.arguments.enable_lora"),
         ({"enable_lora": True}, 17, "it has rank 17, and engine.arguments has max_lora_rank = 16"),
         ({"enable_lora": True, "max_lora_rank": 32}, 17, ""),
     ],
