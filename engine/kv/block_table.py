@@ -52,7 +52,9 @@ class Part:
     def rows(self, first: int, end: int) -> list[int]:
         """Blocks that it has of rows `[first, end)`."""
         width, lost = len(self.groups), self.first
-        if lost <= first:  # as in most steps
+        if lost <= first and width == 1:  # as in most steps
+            return self.blocks[first - lost : end - lost]
+        if lost <= first:
             return self.blocks[(first - lost) * width : (end - lost) * width]
         found = self.blocks[: max(0, end - lost) * width]
         return self.sinks[first * width : end * width] + found if first < self.num_sinks else found
@@ -101,6 +103,8 @@ class BlockTable(Sequence[int]):
 
     @property
     def num_rows(self) -> int:
+        if len(self.parts) == 1:
+            return self.parts[0].end
         return max((part.end for part in self.parts), default=0)
 
     @property
@@ -118,8 +122,9 @@ class BlockTable(Sequence[int]):
     def rows(self, first: int, end: int) -> list[int]:
         """Blocks of rows `[first, end)`, part by part."""
         found = self.parts[0].rows(first, end)
-        for part in self.parts[1:]:
-            found += part.rows(first, end)
+        if len(self.parts) > 1:
+            for part in self.parts[1:]:
+                found += part.rows(first, end)
         return found
 
     def segments(self, first: int, end: int) -> Iterator[tuple[range, list[Part]]]:
