@@ -365,7 +365,7 @@ class KVCacheManager:
         return blocks
 
     def group_blocks(self) -> tuple[GroupBlocks, ...]:
-        """What groups have of the pool, by kind, where there are several. Cost: O(num_blocks)."""
+        """What groups have of the pool, by kind, where there are several."""
         pool, kinds = self.pool, sorted(set(self._kinds)) if len(self._kinds) > 1 else ()
         return tuple(
             GroupBlocks(
@@ -458,8 +458,7 @@ class KVCacheManager:
             at += need
             for table in tables:
                 table.parts[number].add(more)
-            for block in more if self.pool.kinds else ():
-                self.pool.kinds[block] = kind
+            self.pool.set_kind(more, kind)
 
     def _cached(self, seq: Sequence) -> tuple[int, int, BlockTable]:
         """How many entries are cached; after how many positions `seq` goes on; and the beginning of

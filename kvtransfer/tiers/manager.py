@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.block_hash import of_groups
 from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.runs import LONGEST
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.node import Effect, Note, Send
 from kvrelay.kvtransfer.agent import (
@@ -154,11 +155,16 @@ class Tiers:
         return []
 
     def expect_stored(self, now: float, block_hashes: Sequence[bytes]) -> None:
-        """A router says that storage that has keys holds these: other workers have written them."""
-        if not self._kv.windows.any:
-            self._blocks.on_listed(
-                now, Tier.OBJECT, block_hashes, self._config.retention.keep_s, evict=True
-            )
+        """A router says that storage that has keys holds these, in order: other workers have
+        written them. Of as many as a run has at most, the last one says whether they are known."""
+        known = self._pools.get(Tier.OBJECT)
+        if known is None or self._kv.windows.any:
+            return
+        for first in range(0, len(block_hashes), LONGEST):
+            names = block_hashes[first : first + LONGEST]
+            if names[-1] not in known:
+                keep_s = self._config.retention.keep_s
+                self._blocks.on_listed(now, Tier.OBJECT, names, keep_s, evict=True)
 
     def on_store_room(self, room: StoreRoom) -> list[Effect]:
         pool = self._pools.get(room.tier)
