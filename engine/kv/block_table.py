@@ -227,17 +227,17 @@ class BlockTable(Sequence[int]):
 
     def _place(self, index: int) -> tuple[list[int] | None, int]:
         """The list that an entry is in, and where; None: it has no block."""
-        size, count = len(self), self.num_groups
-        if not -size <= index < size:
-            raise IndexError(f"entry {index} of a table of {size}")
-        row, group = divmod(index % size, count)
-        for part in self.parts:
+        entry = index if index >= 0 else index + len(self)
+        row, group = divmod(entry, self.num_groups) if self.parts else (0, 0)
+        for part in self.parts if entry >= 0 else ():
             if group in part.groups:
                 width, offset = len(part.groups), part.groups.index(group)
                 if row < part.num_sinks:
                     return part.sinks, row * width + offset
                 if part.first <= row < part.end:
                     return part.blocks, (row - part.first) * width + offset
+        if not 0 <= entry < len(self):
+            raise IndexError(f"entry {index} of a table of {len(self)}")
         return None, 0
 
     def _flat(self, first: int, end: int) -> list[int]:

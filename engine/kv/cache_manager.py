@@ -155,7 +155,9 @@ class KVCacheManager:
             return False  # the block of its last token is never a cache hit
         windows, low = self.windows, seq.is_low
         end, goal, table = self._cached(seq)
-        hits, num_free = table.blocks(), self.pool.num_free
+        is_one = len(table.parts) == 1 and not table.parts[0].first
+        hits = table.parts[0].blocks if is_one else table.blocks()  # until it gets others
+        num_free = self.pool.num_free
         self.pool.acquire(hits)
         num_idle = num_free - self.pool.num_free
         covered = max(end, windows.end(goal, len(seq.tokens)))
@@ -524,11 +526,12 @@ class KVCacheManager:
         """What was left below for copies that might be late, of a sequence that has ended."""
         if not self.collect_decoded:
             return
-        rows = seq.num_sealed // self.windows.count
+        rows, decoded_from = seq.num_sealed // self.windows.count, self._decoded_from(seq)
         for group, window in enumerate(self.windows.groups):
             if window.size:
                 start = window.start(rows * self.block_size)
-                for row in range(start - 2 * max(COPY_LAG, self._strides[group]), start):
+                first = start - 2 * max(COPY_LAG, self._strides[group])
+                for row in range(max(first, decoded_from), start):
                     self._pass(seq, group, row)
 
     def _is_read_at(self, index: int, end: int) -> bool:
