@@ -8,7 +8,7 @@ or hit again.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import compress, groupby, islice
 from math import inf
 from typing import Any, cast
@@ -180,20 +180,30 @@ class BlockPool:
         """Blocks that hold the longest cached prefix of `block_hashes`. Of a run, the names of two
         blocks are looked at."""
         blocks: list[int] = []
+        for found, size in self._found(block_hashes):
+            blocks += found if size == len(found) else found[:size]
+        return blocks
+
+    def num_found(self, block_hashes: Sequence[bytes]) -> int:
+        """How many `lookup` finds."""
+        return sum(size for _, size in self._found(block_hashes))
+
+    def _found(self, block_hashes: Sequence[bytes]) -> Iterator[tuple[list[int], int]]:
+        """What `lookup` finds, as the first blocks of lists, and how many of each."""
         at, total = 0, len(block_hashes)
         while at < total and (block := self._by_hash.get(block_hashes[at])) is not None:
             rest = self._runs.rest(block)
             size = min(len(rest), total - at)
             if size > 1 and self._hashes[rest[size - 1]] == block_hashes[at + size - 1]:
-                blocks += rest if size == len(rest) else rest[:size]
+                yield rest, size
                 at += size
                 continue
             found = [*map(self._by_hash.get, block_hashes[at : at + LOOKED_UP])]
-            if None in found:
-                return [*blocks, *cast("list[int]", found[: found.index(None)])]
-            blocks += cast("list[int]", found)
-            at += len(found)
-        return blocks
+            size = found.index(None) if None in found else len(found)
+            yield cast("list[int]", found), size
+            if size < len(found):
+                return
+            at += size
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """One more reference to each of `blocks`, which are sealed. Many at once: those of a long

@@ -120,12 +120,12 @@ class KVCacheManager:
         missing."""
         block_hashes = self.usable_hashes(seq)
         if not self._has_windows:
-            return len(self.pool.lookup(block_hashes))
+            return self.pool.num_found(block_hashes)
         rows = len(block_hashes) // self.windows.count
         for window, groups in self.windows.parts:
             if not window.size:
                 names = _names_of(block_hashes, groups, range(rows))
-                rows = len(self.pool.lookup(names)) // len(groups)
+                rows = self.pool.num_found(names) // len(groups)
         return self.windows.reach(
             rows * self.windows.count,
             lambda index: self.pool.is_cached(block_hashes[index]),
@@ -474,7 +474,6 @@ class KVCacheManager:
             return rows * windows.count, rows * self.block_size, table
         rows = (len(names) if seq.is_remote else self.num_cached(seq)) // windows.count
         goal = len(seq.tokens) if seq.is_remote else rows * self.block_size
-        table = BlockTable(self._parts(goal))
         end, table = rows, BlockTable(self._parts(goal))
         found: list[list[tuple[range, list[int]]]] = []
         for window, groups in windows.parts:
