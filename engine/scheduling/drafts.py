@@ -50,7 +50,7 @@ MANY_TOKENS = 32  # from here on numpy is faster
 _TOKEN, _NO_NGRAM = (1 << TOKEN_BITS) - 1, (1 << NGRAM_SIZE * TOKEN_BITS) - 1
 # After so many passes without a request to the drafter, its slots are not written any more. Divided
 # by the number of sequences, since the cost of slots grows with it.
-SLOTS_FOR = 128
+SLOTS_FOR = 64
 NOT_MEASURED = DraftCosts()
 
 
