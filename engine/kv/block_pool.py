@@ -96,7 +96,7 @@ class BlockPool:
         return self._sealed[kind]
 
     def set_kind(self, blocks: Sequence[int], kind: int) -> None:
-        """Of blocks that have just been allocated. Kinds are noted from the first on."""
+        """These have just been allocated for that kind."""
         kinds, used = self.kinds, self._used_alone
         for block in blocks if kinds else ():
             if (before := kinds[block]) != kind:
@@ -185,7 +185,7 @@ class BlockPool:
         return blocks
 
     def num_found(self, block_hashes: Sequence[bytes]) -> int:
-        """How many `lookup` finds."""
+        """Returns how many `lookup` finds."""
         return sum(size for _, size in self._found(block_hashes))
 
     def _found(self, block_hashes: Sequence[bytes]) -> Iterator[tuple[list[int], int]]:

@@ -63,7 +63,7 @@ class _Ngrams:
         self.num_tokens = 0
         self.last = _NO_NGRAM
         self._most = most
-        self._numbers = array("Q")  # of the last tokens
+        self._numbers = array("Q")  # those of the last tokens
         self._may_be_there = bytearray(NUM_MARKS)
         self.extend(tokens)
 

@@ -210,8 +210,8 @@ class Group(Member, Generic[Each]):
     def first(
         self, skip: Container[str], held_back: Collection[Key], less_than: float, is_late: bool
     ) -> QueueEntry | None:
-        """Of the first member, by turns, that has one: of those that need memory for fewer tokens
-        and are not in `skip`. `held_back`: members of which none goes. Where nothing is found, it
+        """Returns one that needs memory for fewer tokens and is not in `skip`: of the first member
+        that has one, by turns. `held_back`: members of which none goes. Where nothing is found, it
         is known from then on from which need on no member, or none at all, has to be asked."""
         turns = self._turns[is_late]
         for member in turns if less_than > self.least_needs[is_late] or less_than == inf else ():
