@@ -121,8 +121,9 @@ class SessionBlocks:
         return page, len(page) < len(found)
 
     def _holders(self, session: Session, workers: dict[NodeId, WorkerInfo]) -> list[SessionHolder]:
-        """The workers that hold some of its blocks, the one to go on with first; and the worker of
-        its last turn, whose events may not have come yet."""
+        """The workers that hold some of its blocks, the one to go on with first: a decode worker,
+        unless another one holds more than twice as much, which then computes what is missing. And
+        the worker of its last turn, whose events may not have come yet."""
         held: dict[NodeId, dict[Tier, int]] = {}
         for kind in {kind_of(info) for info in workers.values()}:
             found = self._index.holdings(session.block_hashes(kind))
@@ -133,9 +134,10 @@ class SessionBlocks:
         def rank(worker: NodeId) -> tuple[bool, int, int, bool]:
             counts = held[worker]
             in_device, most = counts.get(Tier.DEVICE, 0), max(counts.values(), default=0)
-            decodes = workers[worker].role is Role.DECODE
-            return decodes, most, in_device, worker == session.worker
+            goes_on = workers[worker].role is Role.DECODE and 0 < most_of_all <= 2 * most
+            return goes_on, most, in_device, worker == session.worker
 
+        most_of_all = max((n for counts in held.values() for n in counts.values()), default=0)
         best_first = sorted(sorted(held), key=rank, reverse=True)
         return [SessionHolder(worker, held[worker]) for worker in best_first]
 
