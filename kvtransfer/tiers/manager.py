@@ -223,7 +223,7 @@ class Tiers:
         # The KV of the last token may not be computed: then the turn goes on one block earlier.
         before = max(0, num_tokens - windows.block_size)
         kept = {*windows.kept(num_tokens), *windows.kept(before)}
-        if order.action is CacheAction.PARK:
+        if order.action is CacheAction.PARK and not order.lazy:
             self._kv.pool.evict(each for i, each in enumerate(block_hashes) if i not in kept)
         return [each for i, each in enumerate(block_hashes) if i in kept]
 
@@ -373,7 +373,7 @@ class Tiers:
         """Whether the order was carried out for this block; None: not yet."""
         match live.order.action:
             case CacheAction.PARK:
-                return self._park(block_hash)
+                return self._park(block_hash, lazy=live.order.lazy)
             case CacheAction.RESUME:
                 return self._resume(live, block_hash)
             case CacheAction.PIN:
@@ -385,9 +385,11 @@ class Tiers:
             case CacheAction.DROP:
                 return self._drop(block_hash)
 
-    def _park(self, block_hash: bytes) -> bool | None:
+    def _park(self, block_hash: bytes, *, lazy: bool) -> bool | None:
         if not self._blocks.is_below(block_hash):
             return None if self._blocks.is_coming(block_hash) else False
+        if lazy:
+            return True
         self._kv.pool.evict([block_hash])
         return not self._kv.pool.is_cached(block_hash)
 

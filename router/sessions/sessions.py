@@ -72,6 +72,8 @@ class SessionBlocks:
         session: Session,
         only: Tier | None = None,
         at_most: int | None = None,
+        *,
+        lazy: bool = False,
     ) -> list[Send]:
         """`CacheOrder`s to the workers that hold blocks of `session`, the best `at_most` of them;
         with `only`, to those that hold some in this tier."""
@@ -82,7 +84,7 @@ class SessionBlocks:
             if block_hashes and (only is None or only in holder.num_blocks):
                 self._num_orders += 1
                 order_id = f"{self._router}/{self._num_orders}"
-                order = CacheOrder(order_id, self._router, action, tuple(block_hashes))
+                order = CacheOrder(order_id, self._router, action, tuple(block_hashes), lazy)
                 sends.append(Send(holder.worker, order))
         return sends
 
@@ -531,7 +533,7 @@ class Sessions:
                 self._forget(session)
             else:
                 session.parked = True
-                self._order(CacheAction.PARK, session, only=Tier.DEVICE)
+                self._order(CacheAction.PARK, session, only=Tier.DEVICE, lazy=True)
                 self.table.schedule(session)
                 self._share(now, session)
         if self._pin_at <= now:
@@ -546,9 +548,11 @@ class Sessions:
         session: Session,
         only: Tier | None = None,
         at_most: int | None = None,
+        *,
+        lazy: bool = False,
     ) -> dict[str, NodeId]:
         """Send orders; returns which to whom."""
-        sends = self._blocks.orders(action, session, only, at_most)
+        sends = self._blocks.orders(action, session, only, at_most, lazy=lazy)
         self._effects += sends
         return {send.message.order_id: send.to for send in sends}
 
