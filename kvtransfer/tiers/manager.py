@@ -28,14 +28,14 @@ from kvrelay.kvtransfer.agent import (
 )
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
-from kvrelay.kvtransfer.tiers.moves import TierMoves
+from kvrelay.kvtransfer.tiers.moves import FREE_SHARE, TierMoves
 from kvrelay.kvtransfer.tiers.registry import TIERS
 
 HOST_TIERS = (Tier.HOST, Tier.LEFT, Tier.PACKED)  # what routers know as host memory of this worker
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0
 ORDER_WINDOW = 64  # blocks of one order that are in progress at a time
-RESUME_SHARE = 4  # one order brings up at most 1 / 4 of the device pool
+RESUME_SHARE = 4  # one order evicts at most 1 / 4 of the device pool to bring blocks up
 MAX_EXPIRED = 1024  # blocks of a tier that are forgotten in a tick because their time is over
 
 
@@ -328,13 +328,16 @@ class Tiers:
                 blocks.park(block_hash)
 
     def _limit(self, live: LiveOrder) -> None:
-        """Keep what is on the device already, and bring up only a share of the pool."""
+        """Keep what is on the device already, and bring up only a share of the pool, or as much as
+        there is room for beside what is left to requests: then nobody else's KV makes way."""
         pool = self._kv.pool
+        num_blank = pool.num_free - pool.num_evictable
+        most = max(pool.num_blocks // RESUME_SHARE, num_blank - pool.num_blocks // FREE_SHARE)
         left = [*live.left]
         hits = pool.lookup(left)
         pool.acquire(hits)
         pool.release(hits)
-        del left[len(hits) + pool.num_blocks // RESUME_SHARE :]
+        del left[len(hits) + most :]
         live.left = deque(left)
         waiting = [each for each in left[len(hits) :] if not pool.is_cached(each)]
         first = self._blocks.first
