@@ -51,6 +51,7 @@ IMPURE_PLACES = (
     "engine/logs",
     "engine/stderr",
     "kvtransfer/movers/",
+    "decode_worker/vllm/ask",
     "decode_worker/vllm/engine",
 )
 HTTP = ("fastapi", "starlette", "uvicorn")
@@ -58,6 +59,7 @@ HTTP_PLACES = ("cluster/api/",)
 WHAT_API_NEEDS = ("cluster.api.", "cluster.config.", "cluster.orders.", "cluster.status.")
 RAY_PLACES = ("cluster/processes/ray.py",)
 TORCH_PLACES = ("engine/model/", "kvtransfer/movers/", "kvtransfer/store", "training/")
+TORCH_PLACES += ("decode_worker/vllm/ask",)  # vLLM's own
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 
 

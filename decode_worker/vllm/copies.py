@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged
-from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.decode_worker.vllm.plan import FLOATS, opaque_spec
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.kvtransfer.layout import HeadShare
 
 
@@ -51,6 +52,17 @@ class Layer(NamedTuple):
     dim: int
 
 
+def _by_block(tensor: Any, num_blocks: int) -> Layer | None:
+    """None where it has no part for each block. Attention may divide a block into smaller ones,
+    which follow each other."""
+    shape = list(tensor.shape)
+    if num_blocks in shape:
+        return Layer(tensor, shape.index(num_blocks))
+    if shape[0] % num_blocks:
+        return None
+    return Layer(tensor.unflatten(0, (num_blocks, -1)), 0)
+
+
 @dataclass(slots=True)
 class Copies:
     """Owned by a worker's vLLM thread. Invariant: a block of vLLM that is loaded has the bytes that
@@ -66,20 +78,27 @@ class Copies:
     def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
         """vLLM's memory, layer by layer. Layers that share theirs count once."""
         found = {tensor.data_ptr(): tensor for tensor in kv_caches.values()}
-        if all(num_blocks in each.shape for each in found.values()):
-            self._layers = [Layer(t, list(t.shape).index(num_blocks)) for t in found.values()]
+        layers = [_by_block(each, num_blocks) for each in found.values()]
+        self._layers = [each for each in layers if each is not None]
+        if len(self._layers) < len(layers):
+            self._layers = []
 
     def spec(self, block_size: int, num_heads: int) -> KVSpec | None:
-        """The shape of a block, in the terms of ours; None where layers differ, or a block is no
-        run of `num_heads` heads."""
+        """The shape of a block, in the terms of ours: `num_heads` heads where all layers have
+        these, else so many bytes, whatever is in them. None: there are no blocks of layers."""
+        if not self._layers:
+            return None
         sizes = {each.tensor.select(each.dim, 0).numel() for each in self._layers}
         dtypes = {str(each.tensor.dtype).removeprefix("torch.") for each in self._layers}
-        if len(sizes) != 1 or len(dtypes) != 1 or not dtypes <= DTYPE_BYTES.keys():
-            return None
-        head_dim, rest = divmod(sizes.pop(), 2 * num_heads * block_size)
-        if rest:
-            return None
-        return KVSpec(len(self._layers), num_heads, head_dim, block_size, dtypes.pop())
+        if len(sizes) == len(dtypes) == 1 and dtypes <= FLOATS:
+            head_dim, rest = divmod(min(sizes), 2 * num_heads * block_size)
+            if not rest:
+                return KVSpec(len(self._layers), num_heads, head_dim, block_size, dtypes.pop())
+        num_bytes = sum(
+            each.tensor.select(each.dim, 0).numel() * each.tensor.element_size()
+            for each in self._layers
+        )
+        return opaque_spec(num_bytes, block_size)
 
     def form(self) -> list[list[Any]]:
         """What vLLM keeps of a block in each layer: two workers mean the same by the bytes of a

@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +20,8 @@ from msgspec import structs
 from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.decode_worker.vllm.build import arguments, build, check_blocks
+from kvrelay.decode_worker.vllm.arguments import arguments, check_blocks
+from kvrelay.decode_worker.vllm.build import build
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
@@ -43,6 +46,8 @@ from kvrelay.engine.node import Exit, Send, Woken
 from kvrelay.engine.request import FinishReason, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.engine.wire import channel
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
@@ -359,12 +364,10 @@ def test_a_grammar_says_by_itself_when_it_may_end() -> None:
 def test_settings_of_ours_have_the_names_of_vllm() -> None:
     engine = replace_section(kv_dtype="float8_e4m3", cuda_graphs=False)
     model = ModelSection(dtype="bfloat16", quantization="fp8")
-    spec = WorkerSpec("none", "decode-0", Role.DECODE, 1, "", model, engine, TiersSection())
-    found = arguments(spec, engine, Path("m"))
+    found = arguments(model, engine, Path("m"), on_gpu=False)
     assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
     assert "enforce_eager" not in found, "its graphs on CPUs are the compiler's"
-    on_gpu = replace(spec, model=structs.replace(model, device="cuda"))
-    found = arguments(on_gpu, engine, Path("m"))
+    found = arguments(model, engine, Path("m"), on_gpu=True)
     assert found["enforce_eager"]
 
 
@@ -480,6 +483,12 @@ def test_its_process_finds_our_source_and_nothing_else_of_ours(
     ).stdout
     assert said.startswith(str(tmp_path / "source"))
     assert "/ours" not in said
+    ours = own_version()
+    own_version.cache_clear()
+    monkeypatch.setattr(channel, "version", Mock(side_effect=PackageNotFoundError))
+    monkeypatch.setenv(channel.VERSION_VARIABLE, env[channel.VERSION_VARIABLE])
+    assert own_version() == ours, "or the server would find its workers outdated, and restart them"
+    own_version.cache_clear()
     assert in_environment(sys.executable, ["python"], given)[1] == env  # the link is there
 
 
