@@ -26,7 +26,7 @@ from tests.e2e.test_vllm import PYTHON, START_S, assert_clean, client, has_on_di
 from tests.e2e.test_vllm import pytestmark as pytestmark
 from tests.support import random_checkpoint
 
-# Text, but for the first line, is of one worker's KV: 4 prompts of some 9 blocks.
+# Some 12 blocks each, after 2 that all have.
 PROMPTS = [f"{word} went by the sea. " * 60 for word in ("Anna", "Boris", "Clara", "Dora")]
 NUM_TOKENS = 48
 
@@ -38,7 +38,7 @@ def checkpoint(folder: Path, kind: str) -> Path:
     return folder / kind
 
 
-def serving(folder: Path, path: Path, prefill: int = 1, **engine: Any) -> Served:
+def serving(folder: Path, path: Path, prefill: int, policy: str) -> Served:
     settings: dict[str, Any] = {
         "model.name": str(path),
         "model.served_name": "m",
@@ -49,7 +49,7 @@ def serving(folder: Path, path: Path, prefill: int = 1, **engine: Any) -> Served
         "engine.max_model_len": 2048,
         "engine.num_blocks": 256,
         "engine.threads": 1,
-        "router.policy": "round_robin",  # which hands every prompt over
+        "router.policy": policy,
         "cluster.prefill": prefill,
         "cluster.decode": 1,
         "cluster.start_timeout_s": START_S,
@@ -59,8 +59,7 @@ def serving(folder: Path, path: Path, prefill: int = 1, **engine: Any) -> Served
         "tiers.disk_path": str(folder / "kv"),
         "tiers.disk_after_s": 0.1,
     }
-    own = {f"engine.{name}": value for name, value in engine.items()}
-    return Served(settings | {"engine.arguments": {"enforce_eager": True}} | own)
+    return Served(settings | {"engine.arguments": {"enforce_eager": True}})
 
 
 def tell(url: str, on_chunk: Any = lambda: None) -> list[str]:
@@ -106,7 +105,7 @@ def test_a_model_that_vllm_runs_is_handed_over_taken_over_and_resumed(
         with pytest.raises(ModelError, match="is not supported"):
             read_config(path)
     num_blocks = 0
-    with serving(tmp_path, path) as served:
+    with serving(tmp_path, path, 1, "round_robin") as served:  # which hands every prompt over
         wait_for(served.url, all_up, START_S, "not up")
         expected = tell(served.url)
         assert len({*expected}) == len(PROMPTS)
@@ -126,7 +125,7 @@ def test_a_model_that_vllm_runs_is_handed_over_taken_over_and_resumed(
         assert_clean(served.url)
         num_blocks = len(PROMPTS) * 9
         wait_for(served.url, partial(has_on_disk, num_blocks), 60.0, "not on disk")
-    with serving(tmp_path, path) as served:
+    with serving(tmp_path, path, 0, "prefix") as served:
         wait_for(served.url, all_up, START_S, "not up")
         chat: Any = client(served.url).chat.completions
         again = chat.create(

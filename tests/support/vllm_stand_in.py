@@ -144,7 +144,6 @@ class LLMEngine:
         kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(NUM_LAYERS)]
         connectors = []
         if transfer is not None:
-            assert not args.async_scheduling
             made_by = getattr(
                 import_module(transfer.kv_connector_module_path), transfer.kv_connector
             )

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import queue
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from kvrelay.decode_worker.vllm import form as forms
 from kvrelay.decode_worker.vllm.arguments import num_processes
 from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.form import Form, GroupForm, elsewhere, form_of
-from kvrelay.decode_worker.vllm.messages import Begin, Copied
+from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged
 from kvrelay.decode_worker.vllm.model_plan import plan_model
 from kvrelay.decode_worker.vllm.plan import (
     SPARE_BYTES,
@@ -238,16 +240,20 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     num_bytes = sum(each.numel() * each.element_size() for each in layers) // 10
     assert num_bytes <= spec.bytes_per_block < num_bytes + 2 * 32
     pool = torch.zeros(6, spec.bytes_per_block, dtype=torch.uint8).numpy()
+    said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    copies.report = said.put
     copies.use(pool, BlockLayout(spec).share(0, 1))
     tokens = tuple(range(96))
-    copies.begin(Begin("a", tokens, "", {}, (5, 0, 3)))
+    assert not copies.begin(Begin("a", tokens, "", {}, (5, 0, 3)), lambda: None)
     copies.save([Move("a", [7, 2, 9], range(0), 96)], 32)
-    [copied] = copies.take_done()
+    copied = said.get(timeout=60)
     assert isinstance(copied, Copied)
     copies.end("a")
     for each in layers:
         each.zero_()
-    copies.begin(Begin("b", tokens, "", {}, (5, 0, 3), copied.checksums))
+    begin = Begin("b", tokens, "", {}, (5, 0, 3), copied.checksums)
+    assert copies.begin(begin, lambda: said.put("compared"))
+    assert said.get(timeout=60) == "compared"
     assert copies.check("b", 0, 3) == range(3)
     copies.load([Move("b", [1, 4, 8], range(3), 96)])
     for was, now in zip(before, layers, strict=True):
@@ -255,6 +261,12 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
         was, now = (each.unflatten(0, (10, parts)) for each in (was, now))
         for source, target in ((7, 1), (2, 4), (9, 8)):
             assert torch.equal(was[source].view(torch.uint8), now[target].view(torch.uint8))
+    pool[0, 1] ^= 1
+    assert copies.begin(replace(begin, key="c"), lambda: said.put("compared"))
+    damaged = said.get(timeout=60)
+    assert damaged == Damaged("c", ((0, copied.checksums[1]),))
+    assert copies.check("c", 0, 3) == range(1), "what follows it is computed with it"
+    copies.close()
 
 
 def test_layers_without_a_part_for_each_block_are_not_copied() -> None:

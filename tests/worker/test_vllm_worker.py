@@ -26,6 +26,7 @@ from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Cleared,
+    Copied,
     Generated,
     NotBegun,
     Removed,
@@ -325,6 +326,25 @@ def test_a_step_is_one_frame_and_a_probe_is_answered_from_what_came() -> None:
     assert node.receive(1.3, Abort("r", 1)) == [Stop("r/1")]
     assert node.receive(1.4, WORK) == []  # late, and repeated
     assert not sent(node.receive(1.5, step(Generated("r/1", (1,)))), TokenDeltas)
+
+
+def test_a_block_that_is_there_before_its_tokens_waits_for_them() -> None:
+    node = worker()
+    node.receive(0.0, WORK)
+    [seq] = node.core.seqs.values()
+    checksums, block = node.core.kv.checksums, seq.block_ids[0]
+    node.receive(0.1, Copied("r/1", 0, (11,)))
+    assert block not in checksums
+    assert not seq.num_sealed
+    node.receive(0.2, step(Generated("r/1", (4,))))
+    assert not seq.num_sealed, "its last token has no KV before another one follows"
+    node.receive(0.3, step(Generated("r/1", (5,))))
+    assert checksums[block] == 11
+    assert seq.num_sealed == 1
+    node.receive(0.3, Copied("gone/1", 0, (12,)))
+    node.receive(0.4, Abort("r", 1))
+    node.receive(0.5, Copied("r/1", 1, (13,)))
+    assert 13 not in checksums.values()
 
 
 def test_what_vllm_says_that_it_holds_is_announced_where_nothing_is_copied() -> None:
