@@ -164,7 +164,7 @@ def engine_facts(arguments: Mapping[str, Any], vllm: VllmEngine, *, on_gpu: bool
         "arguments": telling_arguments(arguments),
         "attention": vllm.attention_backends,
         "layers": vllm.copies.form(),
-        "order": "of vLLM's memory",  # of the bytes in each layer of a block
+        "order": "of vLLM's memory",  # bytes in each layer of a block
         # vLLM's attention on CPUs keeps keys in the order of the instructions that read them.
         "device": "cuda" if on_gpu else cpu_tiles(),
     }
