@@ -50,7 +50,6 @@ WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
 class _Reports:
     """What vLLM has reported beside tokens, since the last step."""
 
-    copies: Copies
     events: list[Stored | Removed | Cleared] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
@@ -84,7 +83,14 @@ class _Reports:
     def take(self, generated: Iterable[Generated], elapsed_s: float) -> Stepped:
         events, self.events = tuple(self.events), []
         counts = self.num_running, self.num_waiting, self.used, self.num_preempted
-        return Stepped(tuple(generated), events, elapsed_s, *counts, self.copies.take_done())
+        return Stepped(tuple(generated), events, elapsed_s, *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What the table of this one has is compared: vLLM may have it."""
+
+    begin: Begin
 
 
 class VllmEngine:
@@ -98,7 +104,7 @@ class VllmEngine:
         # In this process: the events and statistics of a step are there when it has ended.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.copies = Copies()
-        self._reports = _Reports(self.copies)
+        self._reports = _Reports()
         extra = _connector(name, self.copies) if copies else {}
         self._engine = _open({**arguments, **extra}, self._reports)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
@@ -133,6 +139,7 @@ class VllmEngine:
     def start(self, deliver: Deliver, transfers: TransferLoops | None = None) -> VllmEngine:
         """`transfers`: what moves KV below and between workers; owned from now on."""
         self._deliver, self._transfers = deliver, transfers
+        self.copies.report = deliver
         deliver(self.first)  # the blocks of the warm-up are there
         self._thread.start()
         return self
@@ -150,6 +157,7 @@ class VllmEngine:
         if self._transfers is not None:
             self._transfers.close(CLOSE_S)
         self._thread.join(CLOSE_S)
+        self.copies.close()
 
     def _run(self) -> None:
         try:
@@ -183,12 +191,15 @@ class VllmEngine:
             case Extend(key, blocks):
                 self.copies.extend(key, blocks)
             case Begin():
-                self._begin(effect)
+                if not self.copies.begin(effect, lambda: self._effects.put(_Compared(effect))):
+                    self._add(effect)
+            case _Compared(begin):
+                if begin.key in self.copies.tables:  # else it was stopped meanwhile
+                    self._add(begin)
             case _:
                 assert isinstance(effect, PrepareGrammar), effect  # vLLM compiles it by itself
 
-    def _begin(self, effect: Begin) -> None:
-        self.copies.begin(effect)
+    def _add(self, effect: Begin) -> None:
         try:
             self._engine.add_request(effect.key, _prompt(effect), _sampling(effect.options))
         except Exception as error:  # what it refuses has classes of vLLM's own; it goes on
@@ -209,8 +220,7 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
         engine_id=name,
         kv_role="kv_both",
     )
-    # A step is over when its tokens come: what it has computed is copied by then.
-    return {"kv_transfer_config": config, "async_scheduling": False}
+    return {"kv_transfer_config": config}
 
 
 def _open(arguments: Mapping[str, Any], reports: _Reports) -> Any:
