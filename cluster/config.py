@@ -48,7 +48,7 @@ Secrets = Annotated[tuple[str, ...], Meta(extra={"secret": True})]
 class SessionsSection(Section, frozen=True):
     """Conversations that clients name by prompt_cache_key."""
 
-    park_after_s: Seconds = 30.0  # KV without a turn leaves device memory after this; 0: never
+    park_after_s: Seconds = 30.0  # KV without a turn is also below the device after this; 0: never
     max_sessions: Positive = 10_000  # beyond it the least recently used is forgotten
     max_per_tenant: Positive = 2_000
     max_tokens: Positive = 64_000_000  # of all sessions; each takes 4 bytes of memory and of disk

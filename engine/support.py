@@ -59,6 +59,7 @@ class Trait(StrEnum):
     LAYERWISE = "layer by layer"
     QUANTIZED = "quantized weights"
     FP8_KV = "KV in 8 bits"
+    OTHER_KV = "no KV of all tokens"
     UNEVEN_KV = "KV of several shapes"
     VLLM = "vLLM"
     NO_LORA = "vLLM without LoRA"
@@ -181,7 +182,7 @@ def _not_copied(how: How, text: str) -> tuple[No, ...]:
     return (
         _no("ranks", f"{text} where they have several ranks", Trait.VLLM, Trait.RANKS, how=how),
         _no("states", f"{text} where layers are recurrent", Trait.VLLM, Trait.STATES, how=how),
-        _no("bits", f"{text} where KV is in 8 bits", Trait.VLLM, Trait.FP8_KV, how=how),
+        _no("shape", f"{text} where {_OTHER}", Trait.VLLM, Trait.OTHER_KV, how=how),
     )
 
 
@@ -189,6 +190,7 @@ LORA_ON_CPUS = False
 """vLLM 0.32 gives requests without an adapter, beside others in one step, the adapter of its last
 slot there: index -1 of its slots means none, and is looked up as the last one."""
 
+_OTHER = "layers keep other things than KV of all tokens"
 DRAFTERS = (Capability.HEAD_DRAFTS, Capability.MODEL_DRAFTS, Capability.MTP_DRAFTS)
 _NOT_VERIFIED = "draft tokens are not verified"
 _OF_MODEL = "drafters need one process on a CPU, whose kernels run all layers at once"

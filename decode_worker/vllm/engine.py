@@ -55,7 +55,6 @@ WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
 class _Reports:
     """What vLLM has reported beside tokens, since the last step."""
 
-    copies: Copies
     events: list[Stored | Removed | Cleared] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
@@ -89,7 +88,14 @@ class _Reports:
     def take(self, generated: Iterable[Generated], elapsed_s: float) -> Stepped:
         events, self.events = tuple(self.events), []
         counts = self.num_running, self.num_waiting, self.used, self.num_preempted
-        return Stepped(tuple(generated), events, elapsed_s, *counts, self.copies.take_done())
+        return Stepped(tuple(generated), events, elapsed_s, *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What the table of this one has is compared: vLLM may have it."""
+
+    begin: Begin
 
 
 class VllmEngine:
@@ -103,7 +109,7 @@ class VllmEngine:
         # In this process: the events and statistics of a step are there when it has ended.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.copies = Copies()
-        self._reports = _Reports(self.copies)
+        self._reports = _Reports()
         extra = _connector(name, self.copies) if copies else {}
         self.edits = _can_edit(arguments)
         if self.edits:
@@ -144,6 +150,7 @@ class VllmEngine:
     def start(self, deliver: Deliver, transfers: TransferLoops | None = None) -> VllmEngine:
         """`transfers`: what moves KV below and between workers; owned from now on."""
         self._deliver, self._transfers = deliver, transfers
+        self.copies.report = deliver
         deliver(self.first)  # the blocks of the warm-up are there
         self._thread.start()
         return self
@@ -161,6 +168,7 @@ class VllmEngine:
         if self._transfers is not None:
             self._transfers.close(CLOSE_S)
         self._thread.join(CLOSE_S)
+        self.copies.close()
 
     def _run(self) -> None:
         try:
@@ -194,7 +202,11 @@ class VllmEngine:
             case Extend(key, blocks):
                 self.copies.extend(key, blocks)
             case Begin():
-                self._begin(effect)
+                if not self.copies.begin(effect, lambda: self._effects.put(_Compared(effect))):
+                    self._add(effect)
+            case _Compared(begin):
+                if begin.key in self.copies.tables:  # else it was stopped meanwhile
+                    self._add(begin)
             case Hold(holds):
                 self._holds = holds
                 if holds:
@@ -202,8 +214,7 @@ class VllmEngine:
             case _:
                 assert isinstance(effect, PrepareGrammar), effect  # vLLM compiles it by itself
 
-    def _begin(self, effect: Begin) -> None:
-        self.copies.begin(effect)
+    def _add(self, effect: Begin) -> None:
         try:
             lora = None if effect.need is None else self._adapters.request(effect.need)
             asked = _prompt(effect), _sampling(effect.options)
@@ -228,8 +239,7 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
         engine_id=name,
         kv_role="kv_both",
     )
-    # A step is over when its tokens come: what it has computed is copied by then.
-    return {"kv_transfer_config": config, "async_scheduling": False}
+    return {"kv_transfer_config": config}
 
 
 def _can_edit(arguments: Mapping[str, Any]) -> bool:

@@ -129,7 +129,6 @@ class Stepped:
     num_waiting: int = 0
     used: float = 0.0  # share of the KV blocks that requests hold
     num_preempted: int = 0
-    copied: tuple[Copied | Damaged, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ distribution. Where logits cannot be edited, they have to come out the same by t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
@@ -72,6 +72,7 @@ class Run:
     has_begun: bool = False  # tokens have come of it
     is_stopped: bool = False
     gives_way: bool = False  # to one of a higher class: it goes on when there is room again
+    early: list[Copied] = field(default_factory=list)  # whose tokens have not all come
 
 
 class VllmWorker(Worker):
@@ -105,6 +106,8 @@ class VllmWorker(Worker):
         self._handlers |= {
             Held: lambda now, _: self._step_ended(now),
             Stepped: self._on_stepped,
+            Copied: lambda now, copied: self._on_copied(copied),
+            Damaged: lambda now, damaged: self._damage(damaged),
             Stopped: lambda now, stopped: self._settle(stopped.key),
             NotBegun: lambda now, said: self._on_not_begun(said),
             EngineLost: lambda now, lost: self._on_lost(lost.why),
@@ -187,18 +190,15 @@ class VllmWorker(Worker):
         self._measure(step)
         self._held.take(step.events)
         effects: list[Effect] = []
-        for each in step.copied:
-            run = self._runs.get(each.key)
-            if isinstance(each, Damaged):
-                effects += self._damage(run, each)
-            elif run is not None and run.seq.state is not SeqState.DEAD:
-                effects += self._copied(run, each)
         for generated in step.generated:
             run = self._runs.get(generated.key)
             if generated.finish:
                 self._settle(generated.key)
             if run is not None and run.seq.state is not SeqState.DEAD:
                 effects += self._take(run, generated)
+                early, run.early = run.early, []
+                for each in early:
+                    effects += self._on_copied(each)
         return effects
 
     def _step_ended(self, now: float) -> list[Effect]:
@@ -206,6 +206,18 @@ class VllmWorker(Worker):
             self._is_stepping = False
             self.core.watch.end(now, None)
         return []
+
+    def _on_copied(self, copied: Copied) -> list[Effect]:
+        """A block may be there before the tokens of the step that has filled it, and where vLLM
+        schedules steps ahead, before its own last one."""
+        run = self._runs.get(copied.key)
+        if run is None or run.seq.state is SeqState.DEAD:
+            return []
+        num_tokens = (copied.first + len(copied.checksums)) * self.config.block_size
+        if run.seq.reserve_growth and num_tokens >= len(run.seq.tokens):
+            run.early.append(copied)
+            return []
+        return self._copied(run, copied)
 
     def _copied(self, run: Run, copied: Copied) -> list[Effect]:
         """Blocks of `run` are in this worker's memory: they are announced, and can be read."""
@@ -221,10 +233,10 @@ class VllmWorker(Worker):
             return []
         return [] if seq.reserve_growth else self._role_of(seq).on_computed(seq)
 
-    def _damage(self, run: Run | None, damaged: Damaged) -> list[Effect]:
+    def _damage(self, damaged: Damaged) -> list[Effect]:
         """vLLM computes what was damaged and what follows. Nobody is to find these blocks again,
         but they stay in the table: what is read of them does not fit its checksum."""
-        kv = self.core.kv
+        kv, run = self.core.kv, self._runs.get(damaged.key)
         for block, checksum in damaged.blocks:
             if kv.checksums.get(block) == checksum:  # else it has become another one meanwhile
                 kv.pool.forget(block)

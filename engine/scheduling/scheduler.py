@@ -407,13 +407,14 @@ class Scheduler:
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None and len(done.waiting) < len(seqs):
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
-        windows = self.kv.windows
+        windows, has_faults = self.kv.windows, done.has_faults
+        size, count = windows.block_size, windows.count
         for index, (seq, share) in enumerate(zip(seqs, step.seqs, strict=True)):
             seq.num_steps -= 1
             if seq.state is SeqState.DEAD:
                 self.release_if_settled(seq)
                 continue
-            if (fault := done.fault(index)) is not None:
+            if has_faults and (fault := done.fault(index)) is not None:
                 self.faults.append((seq, *fault))
                 continue
             if self.config.has_states and (done.error is not None or index in done.waiting):
@@ -435,16 +436,16 @@ class Scheduler:
                         seq.num_computed += len(sampled.more)
                     new = sampled.token, *sampled.more
                     self._drafting.on_verified(seq, new, sampled.num_drafts)
-                    if share.most_drafts:
+                    if most := share.most_drafts:
                         computed = len(share.draft_tokens) or sampled.num_drafts
                         before, accepted = seq.drafts, len(sampled.more)
                         seq.drafts = before[0] + accepted, before[1] + computed - accepted
                     seq.forced = sampled.forced
-                    if len(sampled.more) < share.most_drafts:  # it did not fill all its blocks
+                    if len(sampled.more) < most:  # it did not fill all its blocks
                         first, end = windows.full(seq.num_computed), windows.full(share.end)
                         for block in share.block_ids[first:end]:
                             self.kv.checksums.pop(block, None)
-                if seq.num_sealed < windows.full(seq.num_computed):
+                if seq.num_sealed < seq.num_computed // size * count:
                     self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))

@@ -41,7 +41,7 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
         "vLLM": frozenset({T.VLLM}),
         "its ranks": frozenset({T.VLLM, T.RANKS}),
         "its states": frozenset({T.VLLM, T.STATES}),
-        "its FP8 KV": frozenset({T.VLLM, T.FP8_KV}),
+        "its other KV": frozenset({T.VLLM, T.OTHER_KV}),
     },
     "Where those have no LoRA": {"no LoRA": frozenset({T.VLLM, T.NO_LORA})},
     "With several of them": {

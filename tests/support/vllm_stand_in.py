@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib import import_module
@@ -25,7 +25,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from kvrelay.decode_worker.vllm.form import Form, GroupForm
+from kvrelay.engine.model.checkpoint.families import read_config
+
 VOCAB = 256
+NUM_LAYERS = 2
 WIDTH = 4  # numbers that a layer keeps of a token: a head's key and value
 
 
@@ -131,7 +135,7 @@ class LLMEngine:
         num_blocks, size = args.num_gpu_blocks_override, args.block_size
         cache = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=size)
         model = SimpleNamespace(
-            max_model_len=args.max_model_len,
+            max_model_len=512 if args.max_model_len < 0 else args.max_model_len,
             dtype="torch.float32",
             get_num_kv_heads=lambda parallel_config: 1,
         )
@@ -144,10 +148,9 @@ class LLMEngine:
             compilation_config=SimpleNamespace(static_forward_context={"layer 0": Attention}),
         )
         publisher = EventPublisherFactory.registered[args.kv_events_config.publisher]
-        kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(2)]
+        kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(NUM_LAYERS)]
         connectors = []
         if transfer is not None:
-            assert not args.async_scheduling
             made_by = getattr(
                 import_module(transfer.kv_connector_module_path), transfer.kv_connector
             )
@@ -408,6 +411,21 @@ class EngineArgs(SimpleNamespace):
     seed = 0
 
 
+def ask(python: str, asked: Mapping[str, Any], variables: Mapping[str, str]) -> Form:
+    """What vLLM would say of a checkpoint of ours: its layers have states, or keep KV as here."""
+    size, shape = asked["block_size"], read_config(Path(asked["model"]))
+    why_not = "states" if shape.recurrent is not None else ""
+    return Form(
+        "0.32.0",
+        max_model_len=shape.max_position_embeddings,
+        block_size=size,
+        weights_bytes=1 << 20,
+        bytes_per_block=NUM_LAYERS * size * WIDTH * 4,
+        groups=(GroupForm("full", NUM_LAYERS, 0, size, "float32"),),
+        why_not=why_not,
+    )
+
+
 class KVEventsConfig(SimpleNamespace): ...
 
 
@@ -431,7 +449,8 @@ class AdapterLogitsProcessor:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """`import vllm` finds this from now on."""
+    """`import vllm` finds this from now on, and so does whoever asks for the form of KV."""
+    patch.setattr("kvrelay.decode_worker.vllm.form.ask", ask)
     parts: dict[str, dict[str, Any]] = {
         "vllm": {
             "EngineArgs": EngineArgs,

@@ -10,9 +10,7 @@ from msgspec import structs
 
 from kvrelay.cluster.config_checks import AT_VLLM, not_of_vllm
 from kvrelay.decode_worker.vllm.build import arguments, environment
-from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
-from kvrelay.engine.stats import Role
-from kvrelay.worker.spec import WorkerSpec
+from kvrelay.engine.config import EngineSection, ModelSection
 from tests.worker.test_vllm_worker import replace_section
 
 OTHER_SETTINGS: dict[str, Any] = {
@@ -63,9 +61,8 @@ def sections_with(name: str, value: Any) -> tuple[EngineSection, ModelSection]:
 
 
 def given_to_vllm(engine: EngineSection, model: ModelSection) -> tuple[Any, ...]:
-    on_gpu = structs.replace(model, device="cuda")
-    spec = WorkerSpec("none", "decode-0", Role.DECODE, 1, "", on_gpu, engine, TiersSection())
-    return arguments(spec, engine, Path("m")), environment(engine, on_gpu=False)
+    given = arguments(model, engine, Path("m"), on_gpu=True)
+    return given, environment(engine, on_gpu=False)
 
 
 def test_every_setting_of_an_engine_is_obeyed_by_vllm_or_refused_or_said_to_be_nothing() -> None:

@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,11 +20,13 @@ from msgspec import structs
 from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.decode_worker.vllm.build import arguments, build, check_blocks
+from kvrelay.decode_worker.vllm.arguments import arguments, check_blocks
+from kvrelay.decode_worker.vllm.build import build
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Cleared,
+    Copied,
     Generated,
     NotBegun,
     Removed,
@@ -43,6 +47,8 @@ from kvrelay.engine.node import Exit, Send, Woken
 from kvrelay.engine.request import FinishReason, Pooling, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.engine.wire import channel
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
@@ -336,6 +342,25 @@ def test_a_step_is_one_frame_and_a_probe_is_answered_from_what_came() -> None:
     assert not sent(node.receive(1.5, step(Generated("r/1", (1,)))), TokenDeltas)
 
 
+def test_a_block_that_is_there_before_its_tokens_waits_for_them() -> None:
+    node = worker()
+    node.receive(0.0, WORK)
+    [seq] = node.core.seqs.values()
+    checksums, block = node.core.kv.checksums, seq.block_ids[0]
+    node.receive(0.1, Copied("r/1", 0, (11,)))
+    assert block not in checksums
+    assert not seq.num_sealed
+    node.receive(0.2, step(Generated("r/1", (4,))))
+    assert not seq.num_sealed, "its last token has no KV before another one follows"
+    node.receive(0.3, step(Generated("r/1", (5,))))
+    assert checksums[block] == 11
+    assert seq.num_sealed == 1
+    node.receive(0.3, Copied("gone/1", 0, (12,)))
+    node.receive(0.4, Abort("r", 1))
+    node.receive(0.5, Copied("r/1", 1, (13,)))
+    assert 13 not in checksums.values()
+
+
 def test_what_vllm_says_that_it_holds_is_announced_where_nothing_is_copied() -> None:
     node = VllmWorker(CONFIG, ROLES, copies=False)
     node.receive(0.0, RouterUp(ROUTER))
@@ -373,12 +398,10 @@ def test_a_grammar_says_by_itself_when_it_may_end() -> None:
 def test_settings_of_ours_have_the_names_of_vllm() -> None:
     engine = replace_section(kv_dtype="float8_e4m3", cuda_graphs=False)
     model = ModelSection(dtype="bfloat16", quantization="fp8")
-    spec = WorkerSpec("none", "decode-0", Role.DECODE, 1, "", model, engine, TiersSection())
-    found = arguments(spec, engine, Path("m"))
+    found = arguments(model, engine, Path("m"), on_gpu=False)
     assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
     assert "enforce_eager" not in found, "its graphs on CPUs are the compiler's"
-    on_gpu = replace(spec, model=structs.replace(model, device="cuda"))
-    found = arguments(on_gpu, engine, Path("m"))
+    found = arguments(model, engine, Path("m"), on_gpu=True)
     assert found["enforce_eager"]
 
 
@@ -495,6 +518,12 @@ def test_its_process_finds_our_source_and_nothing_else_of_ours(
     ).stdout
     assert said.startswith(str(tmp_path / "source"))
     assert "/ours" not in said
+    ours = own_version()
+    own_version.cache_clear()
+    monkeypatch.setattr(channel, "version", Mock(side_effect=PackageNotFoundError))
+    monkeypatch.setenv(channel.VERSION_VARIABLE, env[channel.VERSION_VARIABLE])
+    assert own_version() == ours, "or the server would find its workers outdated, and restart them"
+    own_version.cache_clear()
     assert in_environment(sys.executable, ["python"], given)[1] == env  # the link is there
 
 
