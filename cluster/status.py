@@ -203,6 +203,7 @@ class ClusterStatus(RouterStatus, kw_only=True):
     scaling: ScalingStatus | None = None
     state: StoreStatus = field(default_factory=StoreStatus)
     wire: dict[str, float] = field(default_factory=dict)  # frames of this process, by their fate
+    kv_events: dict[str, int] = field(default_factory=dict)  # of this process; {}: none are wanted
     sessions: dict[str, int] = field(default_factory=dict)  # by state
     state_folder: StateFolderStatus = field(default_factory=StateFolderStatus)
     lines_dropped: int = 0  # the log of this process found no room for them

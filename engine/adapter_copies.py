@@ -54,6 +54,12 @@ def read_registered(adapter: Need, most: int = MAX_BYTES) -> AdapterFiles:
     return files
 
 
+def kept_folder(adapter: Need) -> Path:
+    """Where the bytes of `read_registered` lie, for who reads files by itself."""
+    kept = copies_dir() / adapter.digest.hex()
+    return kept if kept.is_dir() else Path(adapter.source)
+
+
 def register(folder: Path) -> Need:
     """Names an adapter by its bytes, of which this machine keeps a copy: what runs with them ends
     with them, whatever becomes of the folder. Memory holds little of them. Raises AdapterError."""

@@ -222,6 +222,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             num_disk_blocks=self.num_disk_blocks,
             cores=self.cores,
             loads=self.loads,
+            repeats_draws=self.runs == "kvrelay",
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
             weights=self.weights.name,

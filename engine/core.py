@@ -188,12 +188,14 @@ class EngineCore:
             self.watch.begin(self.now, timing.expected_s(step))
         if step is None or step.repeats > 1 or step.is_health_check:  # these fill no block
             return step
-        size, windows = self.config.block_size, self.kv.windows
+        size, count = self.config.block_size, self.kv.windows.count
         for seq, share in zip(self.scheduler.in_flight[-1].seqs, step.seqs, strict=True):
-            end = windows.full(share.end)
-            if share.sample and not seq.reserve_growth and share.end % size:
-                end = windows.entries(share.end)
-            step.checksum_blocks += share.block_ids[windows.full(share.start) : end]
+            stop = share.end
+            first, end = share.start // size, stop // size
+            if share.sample and not seq.reserve_growth and stop % size:
+                end += 1
+            if end > first:  # as in few decodes
+                step.checksum_blocks += share.block_ids[first * count : end * count]
         return step
 
     def finish_step(self, done: StepDone) -> list[tuple[Sequence, int]]:

@@ -78,6 +78,7 @@ FIRST_SPREAD = 0.5  # relative error of a fit that was never compared
 UNIT_WEIGHT = 0.05  # the latest sample's, in the speed and in the mean of errors
 MOST_OFF = 1e4  # times that what was expected and what was measured may differ, to count
 FAR_OFF, MANY_OFF = log(3.0), 6  # so far off, so many times in a row, and the machine has changed
+SOLVED_EACH, SOLVED_EVERY = 64, 4  # the first samples one by one, then so many at a time
 FORGET_FAR = 0.1  # factor on the weight of older samples then
 
 
@@ -125,7 +126,8 @@ class FittedCost:
             for j, other in enumerate(features):
                 row[j] = row[j] * FORGET + factor * other
         self._num_kept = self._num_kept * FORGET + 1.0
-        self._solve()
+        if self.num_samples <= SOLVED_EACH or self._num_off or not self.num_samples % SOLVED_EVERY:
+            self._solve()
 
     def _count_misses(self, miss: float) -> None:
         """`miss`: logarithm of what a pass took, by what was expected."""
@@ -300,8 +302,8 @@ class StepTiming:
             used = kv_tokens / pool_tokens
             token_s = elapsed_s / (repeats + num_accepted / count)
             self.decode_cost.add(decode_features(count, used), token_s)
-            drafts = [(share.most_drafts, share.start) for share in step.seqs]
-            if depth := max(share.num_drafts for share in step.seqs):
+            drafts = [(m, share.start) for share in step.seqs if (m := share.most_drafts)]
+            if drafts and (depth := max(share.num_drafts for share in step.seqs)):
                 self._num_drafted += 1
                 if self._num_drafted > 1:  # the first one makes room for what it computes with
                     num_asked = sum(share.num_drafts for share in step.seqs)

@@ -50,6 +50,11 @@ use_tqdm_on_load
 ONLY_SPEED = frozenset(_ONLY_SPEED.split())
 
 
+def weight_files(runs: str = OWN) -> tuple[str, ...]:
+    """Patterns of files that the engine that `runs` takes numbers from."""
+    return (WEIGHTS, *(each for each in FURTHER_OF_VLLM if runs == VLLM and each != "*.py"))
+
+
 def files_of(path: Path, runs: str = OWN) -> list[Path]:
     """Those of a checkpoint that count, for the engine that `runs`."""
     further = FURTHER_OF_VLLM if runs == VLLM else ()

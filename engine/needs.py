@@ -41,7 +41,7 @@ def key_of(digest: bytes) -> int:
 
 def unserved(kind: str) -> str:
     """Why nobody computes with a kind of needs, where workers load none."""
-    return f"the model's workers compute no {kind}s: on GPUs, and by vLLM, they are not served"
+    return f"the model's workers compute no {kind}s: docs/matrix.md says which ones do"
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids are among them
     min_tokens: Annotated[int, Number(0)] = 0
     seed: int = 0
+    is_seeded: bool = True  # by the client; else `seed` was drawn, and nobody counts on it
     logprobs: int | None = None  # None: none; k: of the chosen token and the k best
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: of these instead of the k best
     # No other may come; empty: all.

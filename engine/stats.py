@@ -54,6 +54,8 @@ class WorkerInfo:
     model: str = ""  # that it serves, by its name in [[models]]; "": there is one
     loads: bool = False  # it loads what requests need, beside the model
     hands_over: bool = True  # it computes prompts for others, and reads their KV
+    # A lost stream goes on here with the tokens that it would have had, sampled or not.
+    repeats_draws: bool = True
     weights: str = ""  # name of their version
     store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
 

@@ -74,7 +74,7 @@ class ScheduledSeq:
     @property
     def end(self) -> int:
         """After the last position that is computed."""
-        return self.start + len(self.tokens) + self.most_drafts
+        return self.start + len(self.tokens) + max(self.num_drafts, len(self.draft_tokens))
 
     @property
     def most_drafts(self) -> int:
@@ -208,6 +208,12 @@ class StepDone:
             return Refusal.NEED, self.unloaded[index]
         why = self.ungrammatical.get(index)
         return None if why is None else (Refusal.GRAMMAR, why)
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether any sequence was left out."""
+        left_out = self.failed, self.unsampled, self.invalid, self.unloaded, self.ungrammatical
+        return any(left_out)
 
 
 Launch = Callable[[Step], Callable[[], StepDone]]

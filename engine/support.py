@@ -60,8 +60,10 @@ class Trait(StrEnum):
     LAYERWISE = "layer by layer"
     QUANTIZED = "quantized weights"
     FP8_KV = "KV in 8 bits"
+    OTHER_KV = "no KV of all tokens"
     UNEVEN_KV = "KV of several shapes"
     VLLM = "vLLM"
+    NO_LORA = "vLLM without LoRA"
     MODELS = "several models"
     ROUTERS = "several routers"
     SERVERS = "several servers"
@@ -113,8 +115,12 @@ def notices_of(capabilities: Iterable[Capability], traits: Iterable[Trait]) -> l
 def engine_traits(engine: EngineSection, *, on_gpu: bool) -> frozenset[Trait]:
     """Those of a worker by its settings. Another engine has its own rules for devices."""
     device = Trait.GPU if on_gpu else Trait.CPU
-    of_engine = Trait.VLLM if engine.runs == "vllm" else device
-    return _of((of_engine, True), (Trait.RANKS, engine.tensor_parallel_size > 1))
+    is_vllm, has_lora = engine.runs == "vllm", bool(engine.arguments.get("enable_lora"))
+    return _of(
+        (Trait.VLLM if is_vllm else device, True),
+        (Trait.RANKS, engine.tensor_parallel_size > 1),
+        (Trait.NO_LORA, is_vllm and not (has_lora and (on_gpu or LORA_ON_CPUS))),
+    )
 
 
 def model_traits(model: ModelConfig) -> frozenset[Trait]:
@@ -177,10 +183,15 @@ def _not_copied(how: How, text: str) -> tuple[No, ...]:
     return (
         _no("ranks", f"{text} where they have several ranks", Trait.VLLM, Trait.RANKS, how=how),
         _no("states", f"{text} where layers are recurrent", Trait.VLLM, Trait.STATES, how=how),
-        _no("bits", f"{text} where KV is in 8 bits", Trait.VLLM, Trait.FP8_KV, how=how),
+        _no("shape", f"{text} where {_OTHER}", Trait.VLLM, Trait.OTHER_KV, how=how),
     )
 
 
+LORA_ON_CPUS = False
+"""vLLM 0.32 gives requests without an adapter, beside others in one step, the adapter of its last
+slot there: index -1 of its slots means none, and is looked up as the last one."""
+
+_OTHER = "layers keep other things than KV of all tokens"
 DRAFTERS = (Capability.HEAD_DRAFTS, Capability.MODEL_DRAFTS, Capability.MTP_DRAFTS)
 _NOT_VERIFIED = "draft tokens are not verified"
 _OF_MODEL = "drafters need one process on a CPU, whose kernels run all layers at once"
@@ -191,9 +202,13 @@ _CODE = "it says which code runs, so only the server's file and command line may
 _FILES = "servers of one cluster.name read [[models]] of their files: change those, then restart"
 _KEPT = "workers that run vllm keep their weights: restart the server with the new ones"
 _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
+_NO_LORA = (
+    "of workers that run vllm, those on GPUs with engine.arguments.enable_lora compute adapters"
+)
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
 _NO_IMAGES = "images are read by workers with engine.runs = 'vllm'"
-_PARTS = "vLLM takes no grammar of several parts, as tool calls beside reasoning need"
+_PARTS = "vLLM's backend for grammars takes none of this form"
+_NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget for reasoning here"
 
 _OF_DRAFTERS = (
     _no("engine", "workers that run vllm generate without draft tokens", Trait.VLLM),
@@ -208,7 +223,7 @@ _OF_TIERS = _not_copied(How.WITHOUT, "KV stays in vLLM's memory")
 
 RULES: dict[Capability, tuple[No, ...]] = {
     Capability.ADAPTERS: (
-        _no("engine", "workers that run vllm compute no adapters", Trait.VLLM),
+        _no("engine", _NO_LORA, Trait.VLLM, Trait.NO_LORA),
         _no("device", "adapters are computed on CPUs, not on GPUs", Trait.GPU),
     ),
     Capability.NGRAM_DRAFTS: (
@@ -220,10 +235,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
     ),
     **dict.fromkeys(DRAFTERS, _OF_DRAFTERS),
     Capability.GRAMMARS: (_no("engine", _PARTS, Trait.VLLM, how=How.PART),),
-    Capability.REASONING_BUDGET: (_no("engine", "vLLM has no budget for reasoning", Trait.VLLM),),
-    Capability.PENALTIES: (
-        _no("engine", "vLLM's bad_words are texts, not tokens", Trait.VLLM, how=How.PART),
-    ),
+    Capability.REASONING_BUDGET: (_no("engine", _NO_EDITS, Trait.VLLM, Trait.GPU),),
     Capability.EMBEDDINGS: (_no("engine", "vLLM's workers compute no embeddings", Trait.VLLM),),
     Capability.IMAGES: (
         _no("engine", _NO_IMAGES, Trait.CPU),
@@ -243,14 +255,13 @@ RULES: dict[Capability, tuple[No, ...]] = {
         _without("shape", _EXACT, Trait.UNEVEN_KV),
     ),
     Capability.SESSIONS: _OF_TIERS,
-    Capability.CLASSES: (_without("engine", "routers have them, not vLLM's steps", Trait.VLLM),),
     Capability.WEIGHT_UPDATES: (
         _no("engine", _KEPT, Trait.VLLM),
         _no("ranks", _IN_PLACE, Trait.RANKS),
         _no("device", _IN_PLACE, Trait.GPU),
         _no("states", _KEEP_MODE, Trait.STATES, how=How.PART),
     ),
-    Capability.SCALING: (_no("engine", "the number of vLLM's workers is fixed", Trait.VLLM),),
+    Capability.SCALING: _not_copied(How.REFUSED, "vLLM's workers keep their role"),
     Capability.MODEL_CHANGES: (
         _no("servers", _FILES, Trait.SERVERS),
         _no("engine", _CODE, Trait.VLLM, how=How.PART),

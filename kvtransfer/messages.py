@@ -129,6 +129,7 @@ class CacheOrder:
     router: NodeId
     action: CacheAction
     block_hashes: tuple[bytes, ...]  # in the order of the sequence
+    lazy: bool = False  # PARK: what is on the device stays there until its memory is wanted
 
 
 @dataclass(frozen=True, slots=True)

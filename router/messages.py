@@ -175,7 +175,7 @@ class SessionOp(StrEnum):
 class SessionState(StrEnum):
     ACTIVE = "active"  # a turn is running
     IDLE = "idle"
-    PARKED = "parked"  # idle, and sent out of device memory
+    PARKED = "parked"  # idle, and below the device; what is on it too goes when others need that
 
 
 class SessionRefusal(StrEnum):

@@ -103,6 +103,7 @@ class Attempt:
     num_tokens: int = 0  # prompt and output, when it was sent
     fingerprint: bytes = b""  # that its workers had when it was sent
     weights: tuple[tuple[int, str], ...] = ()  # as a worker has said last, in TokenDelta
+    redraws: bool = False  # sampling goes on with draws that are not those of the one before
     is_apart: bool = False  # no other suspect was where it is
     retain_on: RetainOn = RetainOn.BOTH  # the policy "prefix" chooses; baselines retain on both
     decision: RoutingDecision | None = None  # what was known when it was sent
@@ -358,6 +359,8 @@ class RequestRecord:
         self.current = Attempt(len(self.attempts) + 1, decode, prefill, now, fetch_from)
         self.current.num_tokens = len(self.tokens)
         self.current.fingerprint = decode.info.fingerprint
+        is_sampled = self.num_output_tokens > 0 and self.sampling.temperature > 0
+        self.current.redraws = is_sampled and not decode.info.repeats_draws
         self.attempts.append(self.current)
         return self.current
 

@@ -51,13 +51,17 @@ IMPURE_PLACES = (
     "engine/logs",
     "engine/stderr",
     "kvtransfer/movers/",
+    "decode_worker/vllm/ask",
+    "decode_worker/vllm/copies",
     "decode_worker/vllm/engine",
+    "decode_worker/vllm/memory",
 )
 HTTP = ("fastapi", "starlette", "uvicorn")
 HTTP_PLACES = ("cluster/api/",)
 WHAT_API_NEEDS = ("cluster.api.", "cluster.config.", "cluster.orders.", "cluster.status.")
 RAY_PLACES = ("cluster/processes/ray.py",)
 TORCH_PLACES = ("engine/model/", "kvtransfer/movers/", "kvtransfer/store", "training/")
+TORCH_PLACES += ("decode_worker/vllm/ask", "decode_worker/vllm/memory")  # vLLM's own
 MAY_PRINT = ("cluster/cli/", "lab/cli/")
 
 

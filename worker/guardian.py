@@ -23,7 +23,15 @@ import psutil
 import kvrelay.engine
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.wire.channel import BlockingChannel, ChannelError, command, pack, unpack
+from kvrelay.engine.wire.channel import (
+    VERSION_VARIABLE,
+    BlockingChannel,
+    ChannelError,
+    command,
+    own_version,
+    pack,
+    unpack,
+)
 from kvrelay.worker.fork_server import (
     ForkOrder,
     KeepWeights,
@@ -234,4 +242,5 @@ def in_environment(
     with contextlib.suppress(FileExistsError):
         (source / "kvrelay").symlink_to(package, target_is_directory=True)
     found = {name: value for name, value in env.items() if name not in FOREIGN}
-    return [python, *words[1:]], found | {"PYTHONPATH": str(source)}
+    own = {"PYTHONPATH": str(source), VERSION_VARIABLE: own_version()}
+    return [python, *words[1:]], found | own

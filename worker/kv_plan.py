@@ -17,7 +17,6 @@ from kvrelay.engine.model.config import ModelConfig, weights_bytes, with_window
 from kvrelay.engine.model.device_memory import CUDA_BYTES, DeviceMemory, step_bytes
 from kvrelay.engine.model.parallel.shard import extra_weights_bytes
 from kvrelay.engine.stats import WorkerInfo
-from kvrelay.engine.support import Capability, Trait, engine_traits, kv_traits, refusal_of
 from kvrelay.kvtransfer.kivi import coded_bytes, why_exact
 
 GIB = float(1 << 30)
@@ -49,6 +48,7 @@ class KVPlan:
     num_copies: int = 1  # that these hold of each block together
     group_windows: tuple[Window, ...] = ()  # where there are several groups: of each
     is_copied: bool = False  # another engine's: it is in host memory a second time
+    process_bytes: int = SPARE_BYTES  # of each rank, beside weights and KV
 
     @property
     def windows(self) -> Windows:
@@ -68,7 +68,7 @@ class KVPlan:
 
     @property
     def spare_bytes(self) -> int:
-        return SPARE_BYTES * self.num_ranks
+        return self.process_bytes * self.num_ranks
 
     @property
     def host_bytes(self) -> int:
@@ -113,9 +113,6 @@ def plan_kv(
     a block, ModelError for a drafter that is none of this model."""
     kv_dtype = dtype if engine.kv_dtype == "auto" else engine.kv_dtype
     spec, drafter = model.kv_spec(engine.block_size, kv_dtype), None
-    if engine.runs == "vllm" and not spec.num_state_groups:  # a block of it has all layers
-        layers = spec.num_layers * spec.num_groups
-        spec = replace(spec, num_layers=layers, windows=(0,), heads=())
     if engine.drafter:
         drafter = read_drafter(engine.drafter, model)
         spec = drafter.added_to(spec)
@@ -141,26 +138,7 @@ def plan_kv(
         num_ranks=ranks,
         num_copies=copies,
         group_windows=groups,
-        is_copied=copies_kv(engine, spec),
     )
-
-
-def copies_kv(engine: EngineSection, spec: KVSpec) -> bool:
-    """Whether KV of vLLM is copied to the worker's memory. Ranks are other processes, a state is
-    not in blocks of tokens, and FP8 has scales beside them."""
-    return engine.runs == "vllm" and not refusal_of(Capability.HAND_OVER, plan_traits(engine, spec))
-
-
-def plan_traits(engine: EngineSection, spec: KVSpec, *, on_gpu: bool = False) -> frozenset[Trait]:
-    """Those of a worker that are known before it starts."""
-    return engine_traits(engine, on_gpu=on_gpu) | kv_traits(spec)
-
-
-def most_dtype(dtype: str, engine: EngineSection) -> str:
-    """What "auto" costs at most. vLLM computes models in float32 in 16 bits, too."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if engine.runs == "vllm" else "float32"
 
 
 def fit_gpu(
@@ -297,17 +275,17 @@ def kv_lines(model: ModelConfig, infos: Sequence[WorkerInfo]) -> list[str]:
         pools = {"worker": info.num_blocks}
     for name, num_blocks in pools.items():
         whose = name if len(pools) == 1 else f"{name} worker"
-        lines.append(f"          {_blocks_text(info, num_blocks)} in each {whose}")
+        lines.append(f"          {blocks_text(info, num_blocks)} in each {whose}")
     hosts = [info.num_host_blocks for info in infos if info.num_host_blocks]
     disks = [info.num_disk_blocks for info in infos if info.num_disk_blocks]
     for name, counts in (("host", hosts), ("disk", disks)):
         if counts:
             share = f"in {len(counts)} worker(s)"
-            lines.append(f"{name + ':':10}{_blocks_text(info, sum(counts))} {share}")
+            lines.append(f"{name + ':':10}{blocks_text(info, sum(counts))} {share}")
     return lines
 
 
-def _blocks_text(info: WorkerInfo, num_blocks: int) -> str:
+def blocks_text(info: WorkerInfo, num_blocks: int) -> str:
     what = "tokens of long sequences" if info.windowed_groups else "tokens"
     return (
         f"{num_blocks:,} blocks of {info.block_size} tokens"

@@ -60,7 +60,7 @@ class LeftKV:
         """How many of the blocks of a prefix, from the first, need not be computed."""
         kv, tiers = self._core.kv, self._tiers
         if not kv.windows.any:
-            count = len(kv.pool.lookup(names))
+            count = kv.pool.num_found(names)
             return count + len(tiers.find(names[count:]))
         return kv.windows.reach(
             len(names), lambda i: kv.pool.is_cached(names[i]) or bool(tiers.find([names[i]]))

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.core import EngineCore
+from kvrelay.engine.kv.block_hash import first_of
 from kvrelay.engine.kv.events import SLICE, KVSnapshotRequest
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.messages import Abort, Preempted, Probe, Refused, TokenDeltas, WorkRequest
@@ -418,7 +419,9 @@ class Worker:
             return []
         if request.num_stored:
             num_blocks = request.num_stored // self.config.block_size
-            self.exchange.tiers.expect_stored(now, accepted.block_hashes[:num_blocks])
+            names = accepted.block_hashes
+            names = first_of(names, min(num_blocks, len(names)))
+            self.exchange.tiers.expect_stored(now, names)
         grammar = accepted.sampling.grammar
         prepared: list[Effect] = [PrepareGrammar(grammar)] if grammar else []
         begun = role.begin(now, accepted, request)

@@ -82,7 +82,13 @@ class WorkerSpec:
         if not path.is_dir():
             cache_dir = Path(self.model.cache_dir) if self.model.cache_dir else None
             revision = self.commit or self.model.revision
-            path = resolve_model(self.model.name, revision, cache_dir=cache_dir, progress=log.info)
+            path = resolve_model(
+                self.model.name,
+                revision,
+                cache_dir=cache_dir,
+                progress=log.info,
+                runs=self.engine.runs,
+            )
         found = checkpoint_identity(path, self.engine.runs, self.engine.arguments)
         if self.checkpoint not in (b"", found):
             raise ModelError(

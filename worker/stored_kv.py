@@ -37,7 +37,7 @@ class StoredKV:
         if not core.config.num_object_blocks or kv.windows.any or waits:
             return []
         names = kv.usable_hashes(seq)
-        num_had = len(kv.pool.lookup(names))
+        num_had = kv.pool.num_found(names)
         num_had += len(self._tiers.find(names[num_had:]))
         missing = names[num_had:]
         rate = core.timing.prefill_tokens_per_s or UNKNOWN_RATE

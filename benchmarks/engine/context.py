@@ -72,6 +72,7 @@ class Bounds(NamedTuple):
 
 FLAT = Bounds(2.0, 2.0)
 TURN = Bounds(2.5, 16.0)  # a prompt's tokens and block table are still copied as a whole
+TURN_WINDOWS = Bounds(2.0, 6.0)  # likewise, and its windows take as long in any context
 BOUNDS: Mapping[tuple[str, str], Bounds] = {
     ("step", "dense"): FLAT,
     ("step", "6 groups"): FLAT,
@@ -83,8 +84,8 @@ BOUNDS: Mapping[tuple[str, str], Bounds] = {
     ("computing", "6 groups"): FLAT,
     ("computing", "49 groups"): FLAT,
     ("turn", "dense"): TURN,
-    ("turn", "6 groups"): TURN,
-    ("turn", "49 groups"): TURN,
+    ("turn", "6 groups"): TURN_WINDOWS,
+    ("turn", "49 groups"): TURN_WINDOWS,
     ("decision", "no marks"): FLAT,
     ("decision", "marks at the end"): FLAT,
     ("decision", "marks half way"): Bounds(5.0, 30.0),

@@ -406,6 +406,13 @@ FAMILIES = (
         _by_key(lambda status: from_zero(WIRE_EVENTS, status.wire)),
     ),
     Family(
+        "kvrelay_kv_events",
+        COUNTER,
+        "KV events for other routers. event: batches, replays, states, or dropped.",
+        ("event",),
+        _by_key(lambda status: status.kv_events),
+    ),
+    Family(
         "kvrelay_restarted_tasks",
         COUNTER,
         "Background tasks that had failed.",

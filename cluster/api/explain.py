@@ -136,6 +136,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "prefill": None if attempt.prefill is None else attempt.prefill.worker,
         "fetch_from": attempt.fetch_from,
         "cause": attempt.cause,
+        "redraws": attempt.redraws,
         "decision": None,
     }
     decision = attempt.decision

@@ -174,6 +174,8 @@ def _attempt_line(attempt: dict[str, Any]) -> str:
         text += f", prompt computed by {attempt['prefill']}"
     if attempt["fetch_from"]:
         text += f", prefix from {attempt['fetch_from']}"
+    if attempt.get("redraws"):
+        text += ", sampled on from the same distribution by other draws"
     return text + (f"; given up: {attempt['cause']}" if attempt["cause"] else "")
 
 

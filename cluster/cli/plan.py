@@ -106,6 +106,10 @@ def plan_of(
     """`num_gpus` and `memory_bytes`: as of `plan_model`. Raises ModelError and BuildError."""
     from msgspec.structs import replace
 
+    from kvrelay.cluster.prepare import num_gpus as gpus_here
+    from kvrelay.cluster.prepare import uses_gpus
+    from kvrelay.decode_worker.vllm.form import form_of
+    from kvrelay.decode_worker.vllm.model_plan import plan_model as plan_form
     from kvrelay.engine.model.checkpoint.resolve import resolve_config
     from kvrelay.engine.stats import Role
     from kvrelay.worker.kv_plan import model_config
@@ -116,14 +120,19 @@ def plan_of(
     path = resolve_config(
         section.name, section.revision, cache_dir=cache_dir, progress=lambda _: None
     )
+    engine = replace(config.engine, tensor_parallel_size=num_ranks)
+    machine: dict[str, Any] = {"num_gpus": num_gpus, "memory_bytes": memory_bytes}
+    if engine.runs == "vllm":  # asked on this machine, whatever it is planned for
+        on_gpu = uses_gpus(config, gpus_here())
+        form = form_of(path, section, engine.sized(gpu=on_gpu), on_gpu=on_gpu)
+        return plan_form(form, engine, path, contexts=contexts, **machine)
     return plan_model(
         model_config(path, config.engine),
-        replace(config.engine, tensor_parallel_size=num_ranks),
+        engine,
         _dtype(section.dtype, section.quantization, on_gpu=num_gpus > 0),
         section.quantization,
-        num_gpus=num_gpus,
-        memory_bytes=memory_bytes,
         contexts=contexts,
+        **machine,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from kvrelay.cluster.config import Config
-from kvrelay.cluster.doctor import disk, links, server, software, system
+from kvrelay.cluster.doctor import disk, engines, links, server, software, system
 from kvrelay.cluster.doctor.findings import Finding, fail, skipped
 
 ROOT = Path("/")
@@ -60,6 +60,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
 
     return {
         "packages": packages,
+        "vLLM": lambda: engines.check_vllm(config, on_gpu=bool(system.gpus_at(ROOT))),
         "KV events": lambda: software.check_events(config.events, software.installed()),
         "CUDA": lambda: software.check_cuda(software.installed(), ROOT),
         "open files": open_files,

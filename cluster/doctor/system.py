@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.doctor.findings import Finding, fail, ok, rm, skipped, warn
+from kvrelay.decode_worker.vllm.arguments import num_processes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -37,7 +38,7 @@ def check_open_files(limit: int) -> Finding:
 def check_locked_memory(limit: int, config: Config, root: Path) -> Finding:
     """RDMA and CUDA lock the pages of KV; `limit` is in bytes."""
     check = "locked memory"
-    gpus, cards = _gpus(root), _rdma_cards(root)
+    gpus, cards = gpus_at(root), _rdma_cards(root)
     if not gpus and not cards:
         return skipped(check, "no GPU and no RDMA device, which would lock pages")
     each = 0.0 if gpus else config.engine.sized(gpu=False).kv_cache_gib
@@ -97,11 +98,11 @@ def check_memory(available: int, config: Config, root: Path) -> Finding:
     """`available`: bytes. All workers are taken to be here; on GPUs, KV is in their memory. That of
     vLLM is in the machine's once more."""
     check = "memory"
-    workers, on_gpus = config.most_workers, bool(_gpus(root))
+    workers, on_gpus = config.most_workers, bool(gpus_at(root))
     kv_gib = 0.0
     for own in config.by_model().values():
         is_here = own.model.device == "cpu" or not on_gpus
-        is_copied = own.engine.runs == "vllm" and own.engine.tensor_parallel_size == 1
+        is_copied = own.engine.runs == "vllm" and num_processes(own.engine) == 1
         size = own.engine.sized(gpu=not is_here).kv_cache_gib
         kv_gib += own.most_workers * size * (is_here + is_copied)
     need = int((kv_gib + config.tiers.memory_gib) * GIB)
@@ -156,7 +157,7 @@ def check_mtu(root: Path) -> Finding:
 def check_numa(root: Path) -> Finding:
     """Every GPU should have an RDMA card at its own NUMA node."""
     check = "NUMA"
-    gpus = {gpu.name: _number(gpu / "numa_node", -1) for gpu in _gpus(root)}
+    gpus = {gpu.name: _number(gpu / "numa_node", -1) for gpu in gpus_at(root)}
     cards = {card.name: _number(card / "device/numa_node", -1) for card in _rdma_cards(root)}
     if not gpus or not cards:
         return skipped(check, "needs GPUs and RDMA devices")
@@ -191,7 +192,7 @@ def _is_active(path: Path) -> bool:
     return "ACTIVE" in _read(path)
 
 
-def _gpus(root: Path) -> list[Path]:
+def gpus_at(root: Path) -> list[Path]:
     driver = root / "sys/bus/pci/drivers/nvidia"
     return sorted(path for path in driver.glob("*") if re.match(r"[0-9a-f]{4}:", path.name))
 

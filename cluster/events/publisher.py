@@ -48,6 +48,12 @@ MAX_BUFFER = 64 << 20  # bytes of batches that are kept
 MAX_REPLAYS = 16  # at once
 REPLAY_S = 10.0  # who takes nothing of a replay for so long gets no more of it
 REPLAY_AT_ONCE = 256  # batches, between two looks at what else there is
+COUNTED = (
+    "batches",  # that were published
+    "replays",  # that were asked for
+    "states",  # all that is held, in answer to one that began too early
+    "dropped",  # times that what waited was, and the thread started over
+)
 Call = Callable[[PublishedBlocks], None]
 
 
@@ -138,7 +144,7 @@ class EventPublisher:
         self._most_workers = most_workers
         self._waiting, self._starts_over = _Waiting(), False
         self._sources: list[CacheEvents] = []
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(dict.fromkeys(COUNTED, 0))
         self._seq = self._first = time.time_ns() // 1000
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0

@@ -13,10 +13,13 @@ from kvrelay.cluster.api.adapters import FILE, AdapterBase, find_folder, model_o
 from kvrelay.cluster.config import Config, ConfigError, ModelEntry, check_tenants, names_of
 from kvrelay.cluster.config_checks import name_table
 from kvrelay.engine.adapters import AdapterError
+from kvrelay.engine.adapters import read_config as read_adapter_config
 from kvrelay.engine.model.checkpoint.adapter_check import check_adapters
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.needs import unserved
 from kvrelay.engine.support import Capability, engine_traits, refusal_of
+
+VLLM_LORA_RANK = 16  # of `max_lora_rank`, where it is not set
 
 
 def base_digest(model_dir: Path) -> bytes:
@@ -37,13 +40,29 @@ def adapter_base(
         config.model.name,
         partial(base_digest, model_dir),
         why_not,
-        lambda: _not_at_all(config) or ("" if loads() else unserved("adapter")),
+        # Whether vLLM's are on GPUs is not known here: its workers say whether they load any.
+        lambda: (
+            _not_at_all(config, on_gpu=config.engine.runs == "vllm")
+            or ("" if loads() else unserved("adapter"))
+        ),
     )
 
 
 def _why_not(config: Config, model_dir: Path, folders: list[Path]) -> list[str]:
     engine, ranks = config.engine, max(1, config.engine.tensor_parallel_size)
-    return check_adapters(folders, model_dir, config.model.dtype, engine.adapter_bytes, ranks)
+    dtype = config.model.dtype
+    found = check_adapters(folders, model_dir, dtype, engine.adapter_bytes, ranks)
+    if engine.runs != "vllm":
+        return found
+    most = engine.arguments.get("max_lora_rank", VLLM_LORA_RANK)
+    return [why or _too_wide(folder, most) for why, folder in zip(found, folders, strict=True)]
+
+
+def _too_wide(folder: Path, most: int) -> str:
+    scaling = read_adapter_config(folder)
+    rank = max(scaling.rank, *(int(each) for _, each in scaling.ranks), 0)
+    where = "engine.arguments has max_lora_rank"
+    return "" if rank <= most else f"it has rank {rank}, and {where} = {most}: raise that"
 
 
 def _not_at_all(config: Config, *, on_gpu: bool = False) -> str:

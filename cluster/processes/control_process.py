@@ -68,7 +68,6 @@ from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.stderr import lines_dropped, num_open_files
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.engine.wire.context import TlsIdentity
-from kvrelay.worker.kv_plan import kv_lines
 from kvrelay.worker.messages import (
     CONTROLLER,
     Adopt,
@@ -543,7 +542,7 @@ class ControlProcess:
         workers = self.controller.workers.values()
         for name, model in models.by_name.items():
             infos = [w.info for w in workers if w.info is not None and w.model == name]
-            lines += [f"{name}: {line}" if name else line for line in kv_lines(model.config, infos)]
+            lines += [f"{name}: {line}" if name else line for line in model.kv_lines(infos)]
         return lines
 
     def _send(self, to: NodeId, message: Any) -> str | None:

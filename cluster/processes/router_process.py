@@ -387,6 +387,7 @@ class RouterProcess:
             routers=[me],
             state=self._store_status(),
             wire=dict(self.wire.counters),
+            kv_events=dict(self._events.counts) if self._events is not None else {},
             sessions=dict(sum(map(Counter, self._session_counts()), Counter())),
             restarted_tasks=dict(self._restarted),
             certificates=self._ends,

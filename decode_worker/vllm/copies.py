@@ -1,16 +1,22 @@
-"""KV of vLLM in the worker's own memory: what a request computes is copied there block by block,
-and what is there already is not computed.
+"""KV of vLLM in the worker's own memory: what a request computes is copied there, and what is there
+already is not computed.
 
-Life of a table: begun with its request, some of its blocks full -> as vLLM schedules the request,
-those that it lacks are compared with their checksums, and it counts on those before the first
-that does not fit -> these are copied to it -> each block that a step fills is copied out, and
-reported -> ended with the request, at the end of a step or between two. All of it on the thread
-that steps vLLM; the node gives a block of a table to nobody else before it has heard of the
-table's end.
+Life of a table: begun with its request; if some of its blocks are full, these are compared with
+their checksums first, and vLLM gets the request then -> as vLLM schedules it, it counts on the
+blocks before the first that does not fit -> these are written to vLLM's memory before the step,
+all at once -> the blocks that a step fills are gathered after it, all at once, and from there on
+another thread has them: it writes them to the worker's memory, takes their checksums, and reports
+them -> ended with the request, when nothing of it is on the way any more.
+
+Two threads: the one that steps vLLM, which gathers and scatters, and the copying one, which touches
+the worker's memory alone. The node gives a block of a table to nobody else before it has heard of
+the table's end.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,19 +25,40 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged
-from kvrelay.engine.kv.spec import DTYPE_BYTES, KVSpec
+from kvrelay.decode_worker.vllm.memory import (
+    Layer,
+    Region,
+    begun,
+    gather,
+    layer_of,
+    regions_of,
+    scatter,
+    to_host,
+    unpack,
+)
+from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged, EngineLost
+from kvrelay.decode_worker.vllm.plan import FLOATS, opaque_spec
+from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.kvtransfer.layout import HeadShare
+
+MOST_GATHERED = 512 << 20  # bytes that wait for the copying thread; a step waits beyond them
+
+SETTLE_S = 60.0  # a copy within memory takes milliseconds
+
+Report = Callable[[Copied | Damaged | EngineLost], None]
 
 
 @dataclass(slots=True)
 class _Table:
+    key: str
     blocks: list[int]  # in the worker's memory
     checksums: list[int]  # one for each, from the first, that has KV
     num_tokens: int
     saves_tail: bool
-    num_good: int  # blocks, from the first, before one that was found damaged
-    checked: range = range(0)  # those that were compared last
+    num_good: int  # blocks, from the first, that may be loaded
+    num_saved: int  # blocks, from the first, that have KV or are on the way
+    num_pending: int = 0  # jobs of the copying thread
+    checked: range = range(0)  # those that vLLM counts on
 
 
 class Move(NamedTuple):
@@ -44,11 +71,12 @@ class Move(NamedTuple):
     num_computed: int
 
 
-class Layer(NamedTuple):
-    """vLLM's memory for one; `tensor.select(dim, block)` is what it has in a block."""
+class _Part(NamedTuple):
+    """Blocks of a table that are among those that were gathered."""
 
-    tensor: Any
-    dim: int
+    table: _Table
+    first: int
+    rows: list[int]
 
 
 @dataclass(slots=True)
@@ -59,27 +87,37 @@ class Copies:
 
     pool: NDArray[np.uint8] | None = None  # [num_blocks, bytes_per_block]; None: nothing is copied
     tables: dict[str, _Table] = field(default_factory=dict)
-    done: list[Copied | Damaged] = field(default_factory=list)
+    report: Report = lambda said: None  # from any thread
     _layers: list[Layer] = field(default_factory=list)
+    _regions: list[Region] = field(default_factory=list)
     _checksums: Callable[[Sequence[int]], list[int]] = lambda blocks: []
+    _jobs: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+    _settled: threading.Condition = field(default_factory=threading.Condition)
+    _waiting: int = 0  # bytes that were gathered and are not written
+    _loading: Any = None  # what the last loads read, and when they are done; on a GPU
+    _failed: BaseException | None = None
 
     def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
         """vLLM's memory, layer by layer. Layers that share theirs count once."""
         found = {tensor.data_ptr(): tensor for tensor in kv_caches.values()}
-        if all(num_blocks in each.shape for each in found.values()):
-            self._layers = [Layer(t, list(t.shape).index(num_blocks)) for t in found.values()]
+        layers = [layer_of(each, num_blocks) for each in found.values()]
+        self._layers = [each for each in layers if each is not None]
+        if len(self._layers) < len(layers):
+            self._layers = []
+        self._regions = regions_of(self._layers)
 
     def spec(self, block_size: int, num_heads: int) -> KVSpec | None:
-        """The shape of a block, in the terms of ours; None where layers differ, or a block is no
-        run of `num_heads` heads."""
-        sizes = {each.tensor.select(each.dim, 0).numel() for each in self._layers}
+        """The shape of a block, in the terms of ours: `num_heads` heads where all layers have
+        these, else so many bytes, whatever is in them. None: there are no blocks of layers."""
+        if not self._layers:
+            return None
+        sizes = {each.block.numel() for each in self._layers}
         dtypes = {str(each.tensor.dtype).removeprefix("torch.") for each in self._layers}
-        if len(sizes) != 1 or len(dtypes) != 1 or not dtypes <= DTYPE_BYTES.keys():
-            return None
-        head_dim, rest = divmod(sizes.pop(), 2 * num_heads * block_size)
-        if rest:
-            return None
-        return KVSpec(len(self._layers), num_heads, head_dim, block_size, dtypes.pop())
+        if len(sizes) == len(dtypes) == 1 and dtypes <= FLOATS:
+            head_dim, rest = divmod(min(sizes), 2 * num_heads * block_size)
+            if not rest:
+                return KVSpec(len(self._layers), num_heads, head_dim, block_size, dtypes.pop())
+        return opaque_spec(sum(each.num_bytes for each in self._layers), block_size)
 
     def form(self) -> list[list[Any]]:
         """What vLLM keeps of a block in each layer: two workers mean the same by the bytes of a
@@ -92,38 +130,48 @@ class Copies:
         return found
 
     def use(self, pool: NDArray[np.uint8], share: HeadShare) -> None:
-        """The worker's memory, and how checksums of its blocks are taken."""
+        """The worker's memory, and how checksums of its blocks are taken. The copying thread runs
+        from now on."""
         from kvrelay.kvtransfer.checksum import checksum_blocks  # not where there are no copies
 
         self.pool, self._checksums = pool, partial(checksum_blocks, pool, share=share)
+        threading.Thread(target=self._run, name="copies", daemon=True).start()
 
-    def begin(self, begin: Begin) -> None:
-        about = len(begin.tokens), begin.saves_tail, len(begin.checksums)
-        self.tables[begin.key] = _Table([*begin.table], [*begin.checksums], *about)
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    # On the thread that steps vLLM
+
+    def begin(self, begin: Begin, then: Callable[[], None]) -> bool:
+        """Whether what the table has is to be compared with its checksums first: `then` is called
+        on the copying thread when that is done."""
+        num_full = len(begin.checksums)
+        about = [*begin.checksums], len(begin.tokens), begin.saves_tail
+        table = _Table(begin.key, [*begin.table], *about, num_good=num_full, num_saved=num_full)
+        self.tables[begin.key] = table
+        if not num_full or self.pool is None:
+            return False
+        self._post([table], partial(self._compare, table, then))
+        return True
 
     def extend(self, key: str, blocks: Sequence[int]) -> None:
         if key in self.tables:
             self.tables[key].blocks += blocks
 
     def end(self, key: str) -> None:
-        self.tables.pop(key, None)
+        """Nothing of it is read or written from now on."""
+        if (table := self.tables.pop(key, None)) is not None:
+            self._settle(table)
+        self._finish_loading()
 
     def check(self, key: str, first: int, end: int) -> range:
-        """Compare the blocks of a table from `first` on, before which vLLM has all, up to `end`,
-        with their checksums. Returns those that it need not compute; those that do not have their
-        bytes are reported."""
+        """Those blocks of a table, from `first` on, before which vLLM has all, up to `end`, that it
+        need not compute."""
         table = self.tables.get(key)
         if table is None or self.pool is None:
             return range(0)
-        wanted = range(first, max(first, min(end, table.num_good)))
-        if wanted != table.checked:  # else vLLM had no memory for it then
-            sums = self._checksums([table.blocks[index] for index in wanted])
-            pairs = zip(wanted, sums, strict=True)
-            if bad := tuple(at for at, found in pairs if found != table.checksums[at]):
-                about = tuple((table.blocks[at], table.checksums[at]) for at in bad)
-                self.done.append(Damaged(key, about))
-                table.num_good = bad[0]
-            table.checked = range(first, max(first, min(end, table.num_good)))
+        self._settle(table)
+        table.checked = range(first, max(first, min(end, table.num_good)))
         return table.checked
 
     def checked(self, key: str) -> range:
@@ -132,15 +180,20 @@ class Copies:
 
     def load(self, moves: Sequence[Move]) -> None:
         """Fill vLLM's blocks, before a step."""
+        blocks: list[int] = []
+        rows: list[int] = []
         for move in moves:
-            if (table := self.tables.get(move.key)) is None:
-                continue
-            for index in move.loads:
-                for layer, part in self._parts(table.blocks[index], move.block_ids[index]):
-                    layer.copy_(part)
+            if (table := self.tables.get(move.key)) is not None:
+                blocks += (move.block_ids[index] for index in move.loads)
+                rows += (table.blocks[index] for index in move.loads)
+        if blocks:
+            kept = scatter(self._regions, blocks, rows, self._pool())
+            self._loading = (kept, begun()) if kept else None
 
     def save(self, moves: Sequence[Move], block_size: int) -> None:
-        """Copy the blocks that a step has filled, after it."""
+        """Gather the blocks that a step has filled, after it."""
+        blocks: list[int] = []
+        parts: list[_Part] = []
         for move in moves:
             table = self.tables.get(move.key)
             if table is None or self.pool is None:
@@ -148,31 +201,94 @@ class Copies:
             end = move.num_computed // block_size
             if table.saves_tail and move.num_computed >= table.num_tokens:
                 end = -(-table.num_tokens // block_size)
-            new = range(len(table.checksums), min(end, len(table.blocks)))
+            new = range(table.num_saved, min(end, len(table.blocks)))
             if not new:
                 continue
-            for index in new:
-                for layer, part in self._parts(table.blocks[index], move.block_ids[index]):
-                    part.copy_(layer)
-            sums = self._checksums([table.blocks[index] for index in new])
-            if table.num_good == new.start:
-                table.num_good = new.stop
-            table.checksums += sums
-            self.done.append(Copied(move.key, new.start, tuple(sums)))
+            table.num_saved = new.stop
+            blocks += (move.block_ids[index] for index in new)
+            parts.append(_Part(table, new.start, [table.blocks[index] for index in new]))
+        if not parts:
+            return
+        size = len(blocks) * sum(each.num_bytes for each in self._regions)
+        with self._settled:
+            self._wait(lambda: self._waiting == 0 or self._waiting + size <= MOST_GATHERED)
+            self._waiting += size
+        found = gather(self._regions, blocks)
+        event = begun() if found[0].device.type != "cpu" else None
+        tables = [each.table for each in parts]
+        self._post(tables, partial(self._write, parts, found, event, size))
 
-    def _parts(self, block: int, at_vllm: int) -> list[tuple[Any, Any]]:
-        """vLLM's block and its part of ours, layer by layer."""
+    def _pool(self) -> Any:
         from kvrelay.kvtransfer.movers.pool import as_tensor
 
         assert self.pool is not None
-        raw, at, found = as_tensor(self.pool[block]), 0, []
-        for tensor, dim in self._layers:
-            theirs = tensor.select(dim, at_vllm)
-            end = at + theirs.numel() * theirs.element_size()
-            found.append((theirs, raw[at:end].view(theirs.dtype).view(theirs.shape)))
-            at = end
-        return found
+        return as_tensor(self.pool)
 
-    def take_done(self) -> tuple[Copied | Damaged, ...]:
-        done, self.done = tuple(self.done), []
-        return done
+    def _post(self, tables: Sequence[_Table], job: Callable[[], None]) -> None:
+        """`job` belongs to all these tables until it is done."""
+
+        def run() -> None:
+            job()
+            with self._settled:
+                for table in tables:
+                    table.num_pending -= 1
+                self._settled.notify_all()
+
+        with self._settled:
+            for table in tables:
+                table.num_pending += 1
+        self._jobs.put(run)
+
+    def _settle(self, table: _Table) -> None:
+        """Waits until nothing of it is on the way: a copy of what is in memory."""
+        with self._settled:
+            self._wait(lambda: not table.num_pending)
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        if not self._settled.wait_for(lambda: is_done() or self._failed is not None, SETTLE_S):
+            raise RuntimeError(f"KV has not been copied for {SETTLE_S:g} s")
+        if self._failed is not None:
+            raise RuntimeError(f"KV is not copied any more: {self._failed}") from self._failed
+
+    def _finish_loading(self) -> None:
+        if self._loading is not None:
+            self._loading[1].synchronize()
+            self._loading = None
+
+    # On the copying thread
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                job()
+        except BaseException as error:
+            with self._settled:
+                self._failed = error
+                self._settled.notify_all()
+            self.report(EngineLost(f"KV is not copied any more: {type(error).__name__}: {error}"))
+
+    def _compare(self, table: _Table, then: Callable[[], None]) -> None:
+        wanted = range(len(table.checksums))
+        sums = self._checksums([table.blocks[index] for index in wanted])
+        pairs = zip(wanted, sums, strict=True)
+        if bad := tuple(at for at, found in pairs if found != table.checksums[at]):
+            table.num_good = bad[0]
+            about = tuple((table.blocks[at], table.checksums[at]) for at in bad)
+            self.report(Damaged(table.key, about))
+        then()
+
+    def _write(self, parts: Sequence[_Part], found: Sequence[Any], event: Any, size: int) -> None:
+        if event is not None:
+            found = to_host(found, event)
+        rows = [row for part in parts for row in part.rows]
+        unpack(self._regions, found, rows, self._pool())
+        sums = iter(self._checksums(rows))
+        with self._settled:
+            self._waiting -= size
+            self._settled.notify_all()
+        for table, first, own in parts:
+            new = [next(sums) for _ in own]
+            if table.num_good == first:
+                table.num_good += len(new)
+            table.checksums += new
+            self.report(Copied(table.key, first, tuple(new)))

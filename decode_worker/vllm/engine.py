@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from kvrelay.decode_worker.vllm.adapters import VllmAdapters
 from kvrelay.decode_worker.vllm.copies import Copies
 from kvrelay.decode_worker.vllm.images import ImageThread, Rendered
 from kvrelay.decode_worker.vllm.messages import (
@@ -25,6 +27,8 @@ from kvrelay.decode_worker.vllm.messages import (
     EngineLost,
     Extend,
     Generated,
+    Held,
+    Hold,
     NotBegun,
     Removed,
     Stepped,
@@ -33,8 +37,9 @@ from kvrelay.decode_worker.vllm.messages import (
     Stored,
 )
 from kvrelay.engine.host import Deliver, first_line
+from kvrelay.engine.needs import NeedError
 from kvrelay.engine.node import Effect, NodeId
-from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.request import Refusal, TokenLogprobs
 from kvrelay.engine.step import PrepareGrammar
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, FindStored, StoreIndex
 
@@ -52,7 +57,6 @@ WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
 class _Reports:
     """What vLLM has reported beside tokens, since the last step."""
 
-    copies: Copies
     events: list[Stored | Removed | Cleared] = field(default_factory=list)
     num_running: int = 0
     num_waiting: int = 0
@@ -91,7 +95,15 @@ class _Reports:
     def take(self, generated: Iterable[Generated], elapsed_s: float) -> Stepped:
         events, self.events = tuple(self.events), []
         counts = self.num_running, self.num_waiting, self.used, self.num_preempted
-        return Stepped(tuple(generated), events, elapsed_s, *counts, self.copies.take_done())
+        return Stepped(tuple(generated), events, elapsed_s, *counts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What the table of this one has is compared: vLLM may have it."""
+
+    begin: Begin
+    prompt: Any = None  # what was made of it before; None: it is text
 
 
 class VllmEngine:
@@ -105,12 +117,18 @@ class VllmEngine:
         # In this process: the events and statistics of a step are there when it has ended.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.copies = Copies()
-        self._reports = _Reports(self.copies)
+        self._reports = _Reports()
         extra = _connector(name, self.copies) if copies else {}
-        self._engine = _open({**arguments, **extra}, self._reports)
+        self.edits = _can_edit(arguments)
+        if self.edits:
+            extra |= _edits(arguments)
+        # Workers that draw alike would give the choices of a request the same text.
+        own = {"seed": secrets.randbits(31), "scheduling_policy": "priority", **arguments, **extra}
+        self._engine = _open(own, self._reports)
+        self._adapters = VllmAdapters(self._engine)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self._images = ImageThread(self._engine.renderer, self._effects.put)
-        self._ends = False
+        self._ends = self._holds = False
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._deliver: Deliver = lambda message: None
         self._transfers: TransferLoops | None = None
@@ -141,6 +159,7 @@ class VllmEngine:
     def start(self, deliver: Deliver, transfers: TransferLoops | None = None) -> VllmEngine:
         """`transfers`: what moves KV below and between workers; owned from now on."""
         self._deliver, self._transfers = deliver, transfers
+        self.copies.report = deliver
         deliver(self.first)  # the blocks of the warm-up are there
         self._images.start(deliver)
         self._thread.start()
@@ -160,6 +179,7 @@ class VllmEngine:
         if self._transfers is not None:
             self._transfers.close(CLOSE_S)
         self._thread.join(CLOSE_S)
+        self.copies.close()
 
     def _run(self) -> None:
         try:
@@ -178,7 +198,7 @@ class VllmEngine:
     def _take_effects(self) -> None:
         """Blocks while there is nothing to do. After a stop there is: a step frees its blocks."""
         has_work = self._engine.has_unfinished_requests()
-        while not (has_work and self._effects.empty()) and not self._ends:
+        while (self._holds or not (has_work and self._effects.empty())) and not self._ends:
             effect = self._effects.get()
             if effect is not None:
                 self._perform(effect)
@@ -193,19 +213,33 @@ class VllmEngine:
             case Extend(key, blocks):
                 self.copies.extend(key, blocks)
             case Begin():
-                self._begin(effect, _prompt(effect))
+                self._begin(effect)
             case Rendered(begin, prompt):
                 self._begin(begin, prompt)
+            case _Compared(begin, prompt):
+                if begin.key in self.copies.tables:  # else it was stopped meanwhile
+                    self._add(begin, prompt)
+            case Hold(holds):
+                self._holds = holds
+                if holds:
+                    self._deliver(Held())
             case _:
                 assert isinstance(effect, PrepareGrammar), effect  # vLLM compiles it by itself
 
-    def _begin(self, effect: Begin, prompt: Any) -> None:
-        self.copies.begin(effect)
+    def _begin(self, effect: Begin, prompt: Any = None) -> None:
+        if not self.copies.begin(effect, lambda: self._effects.put(_Compared(effect, prompt))):
+            self._add(effect, prompt)
+
+    def _add(self, effect: Begin, prompt: Any) -> None:
         try:
-            self._engine.add_request(effect.key, prompt, _sampling(effect.options))
+            lora = None if effect.need is None else self._adapters.request(effect.need)
+            asked = prompt or _prompt(effect), _sampling(effect.options)
+            how = {"priority": effect.priority, "lora_request": lora}
+            self._engine.add_request(effect.key, *asked, **how)
         except Exception as error:  # what it refuses has classes of vLLM's own; it goes on
             self._end(effect.key)
-            self._deliver(NotBegun(effect.key, first_line(error)))
+            reason = Refusal.NEED if isinstance(error, NeedError) else Refusal.UNSUPPORTED
+            self._deliver(NotBegun(effect.key, first_line(error), reason))
 
     def _end(self, key: str) -> None:
         self.copies.end(key)
@@ -225,8 +259,21 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
         engine_id=name,
         kv_role="kv_both",
     )
-    # A step is over when its tokens come: what it has computed is copied by then.
-    return {"kv_transfer_config": config, "async_scheduling": False}
+    return {"kv_transfer_config": config}
+
+
+def _can_edit(arguments: Mapping[str, Any]) -> bool:
+    """Whether vLLM takes logits processors of the interface that `edits` is of: its runner for
+    GPUs has another one, and beside drafts it has none."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu()) and not arguments.get("speculative_config")
+
+
+def _edits(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    from kvrelay.decode_worker.vllm.edits import LogitEdits
+
+    return {"logits_processors": [*(arguments.get("logits_processors") or ()), LogitEdits]}
 
 
 def _open(arguments: Mapping[str, Any], reports: _Reports) -> Any:

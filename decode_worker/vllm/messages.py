@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvrelay.engine.images import Expanded, Images
-from kvrelay.engine.request import TokenLogprobs
+from kvrelay.engine.needs import Need
+from kvrelay.engine.request import Refusal, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Begin:
     checksums: tuple[int, ...] = ()  # one for each, from the first, that has its KV already
     saves_tail: bool = False  # its last block is copied too, full or not
     images: Images | None = None  # of the marks in `tokens`, for each of which more tokens come
+    priority: int = 0  # the lowest goes first, and keeps its blocks
+    need: Need | None = None  # an adapter, which is loaded before
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,24 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """Effect: run no step (any more), or go on. Answered by `Held` where it holds."""
+
+    holds: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """No step is under way, and none begins."""
+
+
+@dataclass(frozen=True, slots=True)
 class NotBegun:
     """vLLM does not take the request of this key."""
 
     key: str
     why: str
+    reason: Refusal = Refusal.UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +146,6 @@ class Stepped:
     num_waiting: int = 0
     used: float = 0.0  # share of the KV blocks that requests hold
     num_preempted: int = 0
-    copied: tuple[Copied | Damaged, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

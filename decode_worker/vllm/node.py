@@ -8,13 +8,14 @@ Life of a request: as in `worker.node` until its KV has come, as far as it does 
 batches and computes it by itself) -> tokens and blocks come, a step at a time -> ended there, and
 only then are its blocks free. It is another attempt's continuation where it has output: vLLM gets
 that as part of the prompt. Where the next token depends on which tokens are output, it gets the
-prompt alone and generates them once more; they have to come out the same.
+prompt alone and generates them once more: it is held to them, and goes on from the same
+distribution. Where logits cannot be edited, they have to come out the same by themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
@@ -26,6 +27,8 @@ from kvrelay.decode_worker.vllm.messages import (
     EngineLost,
     Extend,
     Generated,
+    Held,
+    Hold,
     NotBegun,
     Stepped,
     Stop,
@@ -33,7 +36,7 @@ from kvrelay.decode_worker.vllm.messages import (
 )
 from kvrelay.decode_worker.vllm.parameters import depends_on_output, options, unsupported
 from kvrelay.engine.config import WorkerConfig
-from kvrelay.engine.cost import prompt_features
+from kvrelay.engine.cost import decode_features, prompt_features
 from kvrelay.engine.images import with_output
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.messages import Probe, WorkRequest
@@ -70,6 +73,8 @@ class Run:
     num_sent: int  # entries of the block table that vLLM has
     has_begun: bool = False  # tokens have come of it
     is_stopped: bool = False
+    gives_way: bool = False  # to one of a higher class: it goes on when there is room again
+    early: list[Copied] = field(default_factory=list)  # whose tokens have not all come
 
 
 class VllmWorker(Worker):
@@ -85,12 +90,13 @@ class VllmWorker(Worker):
         records: StoreRecords | None = None,
         *,
         copies: bool = True,
+        edits: bool = True,
     ) -> None:
         """`copies`: vLLM's KV is copied to this worker's blocks. If not, routers know what vLLM
-        holds by its own events."""
+        holds by its own events. `edits`: vLLM lets this worker edit logits."""
         super().__init__(config, roles, records)
         self.core.scheduler.may_preempt = False
-        self._copies = copies
+        self._copies, self._edits = copies, edits
         self._expansions = Expansions(self.core)
         self.plugs.append(self._expansions)
         weight_updates(self.plugs).why_fixed = FIXED_WEIGHTS
@@ -102,8 +108,12 @@ class VllmWorker(Worker):
         self._last = Stepped(())
         self._prompts_s = 0.0  # that steps took with prompts that have no token yet
         self._is_stepping = False
+        self._holds = False  # vLLM runs no step, by order
         self._handlers |= {
+            Held: lambda now, _: self._step_ended(now),
             Stepped: self._on_stepped,
+            Copied: lambda now, copied: self._on_copied(copied),
+            Damaged: lambda now, damaged: self._damage(damaged),
             Stopped: lambda now, stopped: self._settle(stopped.key),
             NotBegun: lambda now, said: self._on_not_begun(said),
             EngineLost: lambda now, lost: self._on_lost(lost.why),
@@ -113,7 +123,7 @@ class VllmWorker(Worker):
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
-        if why := unsupported(request.sampling):
+        if why := unsupported(request.sampling, edits=self._edits):
             return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
         if not self._copies:
             if getattr(request, "prefill_from", None) or getattr(request, "decode_to", None):
@@ -129,15 +139,25 @@ class VllmWorker(Worker):
         return [self.core.answer_probe(probe)] if told is None else told
 
     def _schedule(self, now: float) -> list[Effect]:
+        scheduler = self.core.scheduler
         effects = self._admit(now)
-        for seq in self.core.scheduler.running:
+        gone = scheduler.gives_way
+        run = None if gone is None else self._runs.get(_name(gone))
+        if run is not None and run.seq.reserve_growth and not run.is_stopped:
+            run.is_stopped = run.gives_way = True
+            effects.append(Stop(_name(run.seq)))
+        if scheduler.is_paused is not self._holds:
+            self._holds = scheduler.is_paused
+            effects.append(Hold(self._holds))
+        for seq in () if self._holds else scheduler.running:
             if _name(seq) not in self._runs:
                 effects.append(self._start(seq))
-        for name, run in self._runs.items():
-            if run.seq.state is SeqState.DEAD and not run.is_stopped:
-                run.is_stopped = True
+        for name, each in self._runs.items():
+            if each.seq.state is SeqState.DEAD and not each.is_stopped:
+                each.is_stopped = True
                 effects.append(Stop(name))
-        if self._runs and not self._is_stepping:
+        effects += self._report_preempted(scheduler.take_preempted())
+        if self._runs and not (self._is_stepping or self._holds):
             self._is_stepping = True
             self.core.watch.begin(now, 0.0 if self.core.watch.num_done else None)
         return effects
@@ -157,7 +177,9 @@ class VllmWorker(Worker):
         )
         self._runs[_name(seq)] = run
         seq.num_steps += 1
-        given = options(seq.sampling, 0 if again else num_known, sent=num_known > 0)
+        output = tuple(seq.tokens[seq.num_prompt_tokens :])
+        both = ((), output) if again else (output, ())
+        given = options(seq.sampling, *both, sent=num_known > 0, edits=self._edits)
         if not seq.reserve_growth:
             given |= {"max_tokens": 1, "min_tokens": min(1, given["min_tokens"])}
         checksums = tuple(self.core.kv.checksums[block] for block in seq.block_ids[:num_full])
@@ -173,31 +195,46 @@ class VllmWorker(Worker):
             checksums,
             saves_tail=not seq.reserve_growth,
             images=images,
+            priority=seq.service_class.priority,
+            need=seq.need,
         )
 
     def _on_stepped(self, now: float, step: Stepped) -> list[Effect]:
         core = self.core
-        if self._is_stepping:
-            self._is_stepping = False
-            core.watch.end(now, None)
+        self._step_ended(now)
         self._last = step
         core.count("steps")
         self._measure(step)
         self._held.take(step.events)
         effects: list[Effect] = []
-        for each in step.copied:
-            run = self._runs.get(each.key)
-            if isinstance(each, Damaged):
-                effects += self._damage(run, each)
-            elif run is not None and run.seq.state is not SeqState.DEAD:
-                effects += self._copied(run, each)
         for generated in step.generated:
             run = self._runs.get(generated.key)
             if generated.finish:
                 self._settle(generated.key)
             if run is not None and run.seq.state is not SeqState.DEAD:
                 effects += self._take(run, generated)
+                early, run.early = run.early, []
+                for each in early:
+                    effects += self._on_copied(each)
         return effects
+
+    def _step_ended(self, now: float) -> list[Effect]:
+        if self._is_stepping:
+            self._is_stepping = False
+            self.core.watch.end(now, None)
+        return []
+
+    def _on_copied(self, copied: Copied) -> list[Effect]:
+        """A block may be there before the tokens of the step that has filled it, and where vLLM
+        schedules steps ahead, before its own last one."""
+        run = self._runs.get(copied.key)
+        if run is None or run.seq.state is SeqState.DEAD:
+            return []
+        num_tokens = (copied.first + len(copied.checksums)) * self.config.block_size
+        if run.seq.reserve_growth and num_tokens >= len(run.seq.tokens):
+            run.early.append(copied)
+            return []
+        return self._copied(run, copied)
 
     def _copied(self, run: Run, copied: Copied) -> list[Effect]:
         """Blocks of `run` are in this worker's memory: they are announced, and can be read."""
@@ -213,10 +250,10 @@ class VllmWorker(Worker):
             return []
         return [] if seq.reserve_growth else self._role_of(seq).on_computed(seq)
 
-    def _damage(self, run: Run | None, damaged: Damaged) -> list[Effect]:
+    def _damage(self, damaged: Damaged) -> list[Effect]:
         """vLLM computes what was damaged and what follows. Nobody is to find these blocks again,
         but they stay in the table: what is read of them does not fit its checksum."""
-        kv = self.core.kv
+        kv, run = self.core.kv, self._runs.get(damaged.key)
         for block, checksum in damaged.blocks:
             if kv.checksums.get(block) == checksum:  # else it has become another one meanwhile
                 kv.pool.forget(block)
@@ -293,6 +330,8 @@ class VllmWorker(Worker):
             run.seq.num_steps -= 1
             if run.seq.state is SeqState.DEAD:
                 self.core.scheduler.release_if_settled(run.seq)
+            elif run.gives_way:
+                self.core.scheduler.preempt(run.seq)
         return []
 
     def _on_not_begun(self, said: NotBegun) -> list[Effect]:
@@ -300,8 +339,9 @@ class VllmWorker(Worker):
         self._settle(said.key)
         if run is None or run.seq.state is SeqState.DEAD:
             return []
-        why = f"vLLM does not take it: {said.why}"
-        return self._fail(run.seq, Refusal.UNSUPPORTED, why)
+        is_its_own = said.reason is Refusal.UNSUPPORTED
+        why = f"vLLM does not take it: {said.why}" if is_its_own else said.why
+        return self._fail(run.seq, said.reason, why)
 
     def _fail(self, seq: Sequence, reason: Refusal, why: str) -> list[Effect]:
         return [*self.exchange.end(seq), Send(seq.router, self._refusal(seq, reason, why))]
@@ -328,6 +368,8 @@ class VllmWorker(Worker):
         if len(awaiting) <= step.num_waiting or not awaiting:
             if step.generated:
                 timing.decode_step_s.add(step.elapsed_s, 1)
+                features = decode_features(len(step.generated), step.used)
+                timing.decode_cost.add(features, step.elapsed_s)
             return
         share_s = timing.decode_step_s.value if step.num_running > len(awaiting) else 0.0
         self._prompts_s += max(step.elapsed_s - share_s, 0.1 * step.elapsed_s)
@@ -358,8 +400,9 @@ class VllmWorker(Worker):
 
 
 def _name(seq: Sequence) -> str:
-    """The key that vLLM knows it by."""
-    return f"{seq.request_id}/{seq.attempt}"
+    """The key that vLLM knows it by, another one each time that it begins there."""
+    again = f"/{seq.num_preemptions}" if seq.num_preemptions else ""
+    return f"{seq.request_id}/{seq.attempt}{again}"
 
 
 def _reported(known: TokenLogprobs, sampling: SamplingParams) -> TokenLogprobs:

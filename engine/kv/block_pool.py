@@ -8,7 +8,7 @@ or hit again.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import compress, groupby, islice
 from math import inf
 from typing import Any, cast
@@ -72,7 +72,9 @@ class BlockPool:
         # Least recently used first: when. Those of low classes, of which no run is, are apart.
         self._evictable: OrderedDict[int | Place, float] = OrderedDict()
         self._evictable_low: OrderedDict[int, float] = OrderedDict()
-        self._used_in_runs = [0] * NUM_KINDS  # by kind, where there are several
+        # By kind, where there are several.
+        self._used_in_runs, self._used_alone = [0] * NUM_KINDS, [0] * NUM_KINDS
+        self._sealed = [0] * NUM_KINDS
         self._num_beside = 0  # evictable blocks that have no entry: all but one of each place
         self._is_low = bytearray(num_blocks)
         self._num_low = 0
@@ -82,17 +84,25 @@ class BlockPool:
         self.num_freed = 0  # blocks that have become free, or are worth less than before
         self.num_renamed = 0  # hashes that have come or gone
         self.num_dropped = 0  # hashes that have gone out of turn, not evicted
-        self.kinds = bytearray()  # by block, set by their owner; empty: all are of one kind
+        self.kinds = bytearray()  # by block: see `set_kind`; empty: all are of one kind
         self.evictions = [0] * NUM_KINDS  # by kind, where there are several
 
     def num_used_of(self, kind: int) -> int:
-        """Blocks of `kind` that have a reference. Cost: O(num_blocks)."""
-        alone = bytes(compress(self.kinds, self._refs)).count(kind)
-        return alone + self._used_in_runs[kind]
+        """Blocks of `kind` that have a reference."""
+        return self._used_alone[kind] + self._used_in_runs[kind]
 
     def num_cached_of(self, kind: int) -> int:
-        """Blocks of `kind` that are sealed. Cost: O(num_blocks)."""
-        return bytes(compress(self.kinds, self._hashes)).count(kind)
+        """Blocks of `kind` that are sealed."""
+        return self._sealed[kind]
+
+    def set_kind(self, blocks: Sequence[int], kind: int) -> None:
+        """These have just been allocated for that kind."""
+        kinds, used = self.kinds, self._used_alone
+        for block in blocks if kinds else ():
+            if (before := kinds[block]) != kind:
+                used[before] -= 1
+                used[kind] += 1
+                kinds[block] = kind
 
     @property
     def num_free(self) -> int:
@@ -170,20 +180,30 @@ class BlockPool:
         """Blocks that hold the longest cached prefix of `block_hashes`. Of a run, the names of two
         blocks are looked at."""
         blocks: list[int] = []
+        for found, size in self._found(block_hashes):
+            blocks += found if size == len(found) else found[:size]
+        return blocks
+
+    def num_found(self, block_hashes: Sequence[bytes]) -> int:
+        """Returns how many `lookup` finds."""
+        return sum(size for _, size in self._found(block_hashes))
+
+    def _found(self, block_hashes: Sequence[bytes]) -> Iterator[tuple[list[int], int]]:
+        """What `lookup` finds, as the first blocks of lists, and how many of each."""
         at, total = 0, len(block_hashes)
         while at < total and (block := self._by_hash.get(block_hashes[at])) is not None:
             rest = self._runs.rest(block)
             size = min(len(rest), total - at)
             if size > 1 and self._hashes[rest[size - 1]] == block_hashes[at + size - 1]:
-                blocks += rest if size == len(rest) else rest[:size]
+                yield rest, size
                 at += size
                 continue
             found = [*map(self._by_hash.get, block_hashes[at : at + LOOKED_UP])]
-            if None in found:
-                return [*blocks, *cast("list[int]", found[: found.index(None)])]
-            blocks += cast("list[int]", found)
-            at += len(found)
-        return blocks
+            size = found.index(None) if None in found else len(found)
+            yield cast("list[int]", found), size
+            if size < len(found):
+                return
+            at += size
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """One more reference to each of `blocks`, which are sealed. Many at once: those of a long
@@ -201,6 +221,7 @@ class BlockPool:
         refs = self._refs
         assert None not in map(self._hashes.__getitem__, blocks)
         idle = [block for block in blocks if not refs[block]]
+        self._count_alone(idle, 1)
         for block in blocks:
             refs[block] += 1
         if not self._evictable_low:
@@ -245,6 +266,7 @@ class BlockPool:
         for block in blocks:
             self._refs[block] = 1
             self._mark(block, low=low)
+        self._count_alone(blocks, 1)
         self.num_evictions += num_evicted
         if num_evicted and self.kinds:
             for block in blocks[-num_evicted:]:
@@ -307,6 +329,7 @@ class BlockPool:
                     continue
                 for block in blocks:
                     self._refs[block] = 0
+                self._count_alone(blocks, -1)
                 self._count_used(blocks, len(blocks))
                 if last is None or not self._runs.append(last, blocks):
                     joined += (runs := self._runs.make(blocks))
@@ -328,6 +351,7 @@ class BlockPool:
         for block in blocks:
             refs[block] -= 1
         freed = [block for block in blocks if not refs[block]]
+        self._count_alone(freed, -1)
         self.num_freed += len(freed)
         if not evict_first:
             freed.reverse()
@@ -365,6 +389,8 @@ class BlockPool:
             return False
         self._hashes[block] = block_hash
         self._by_hash[block_hash] = block
+        if self.kinds:
+            self._sealed[self.kinds[block]] += 1
         self.num_renamed += 1
         self._changes.note(block_hash, stored=True)
         return True
@@ -404,6 +430,9 @@ class BlockPool:
         order = self.eviction_order()
         blank, evictable = set(self._blank), set(order)
         assert len(order) == len(evictable) == self.num_evictable
+        for kind in range(NUM_KINDS) if self.kinds else ():
+            assert bytes(compress(self.kinds, self._refs)).count(kind) == self._used_alone[kind]
+            assert bytes(compress(self.kinds, self._hashes)).count(kind) == self._sealed[kind]
         assert self._num_low == sum(self._is_low)
         assert not any(map(self._is_low.__getitem__, blank | (evictable - {*self._evictable_low})))
         assert all(self._is_low[block] for block in self._evictable_low)
@@ -450,6 +479,7 @@ class BlockPool:
             return False
         if run.num_users:
             self._count_used(run.blocks, -1)
+            self._count_alone([block], 1)
         else:
             self._unplace(run)
         self._refs[block] = run.num_users
@@ -461,6 +491,12 @@ class BlockPool:
         if self.kinds:
             self._used_in_runs[self.kinds[blocks[0]]] += change
 
+    def _count_alone(self, blocks: Sequence[int], change: int) -> None:
+        """These, which are in no run, have a first reference, or none any more."""
+        kinds, used = self.kinds, self._used_alone
+        for block in blocks if kinds else ():
+            used[kinds[block]] += change
+
     def _mark(self, block: int, *, low: bool) -> None:
         self._num_low += low - self._is_low[block]
         self._is_low[block] = low
@@ -469,6 +505,8 @@ class BlockPool:
         block_hash = self._hashes[block]
         assert block_hash is not None
         self._hashes[block] = None
+        if self.kinds:
+            self._sealed[self.kinds[block]] -= 1
         del self._by_hash[block_hash]
         self.num_renamed += 1
         self._changes.note(block_hash, stored=False)

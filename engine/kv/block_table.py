@@ -52,7 +52,9 @@ class Part:
     def rows(self, first: int, end: int) -> list[int]:
         """Blocks that it has of rows `[first, end)`."""
         width, lost = len(self.groups), self.first
-        if lost <= first:  # as in most steps
+        if lost <= first and width == 1:  # as in most steps
+            return self.blocks[first - lost : end - lost]
+        if lost <= first:
             return self.blocks[(first - lost) * width : (end - lost) * width]
         found = self.blocks[: max(0, end - lost) * width]
         return self.sinks[first * width : end * width] + found if first < self.num_sinks else found
@@ -101,6 +103,8 @@ class BlockTable(Sequence[int]):
 
     @property
     def num_rows(self) -> int:
+        if len(self.parts) == 1:
+            return self.parts[0].end
         return max((part.end for part in self.parts), default=0)
 
     @property
@@ -118,8 +122,9 @@ class BlockTable(Sequence[int]):
     def rows(self, first: int, end: int) -> list[int]:
         """Blocks of rows `[first, end)`, part by part."""
         found = self.parts[0].rows(first, end)
-        for part in self.parts[1:]:
-            found += part.rows(first, end)
+        if len(self.parts) > 1:
+            for part in self.parts[1:]:
+                found += part.rows(first, end)
         return found
 
     def segments(self, first: int, end: int) -> Iterator[tuple[range, list[Part]]]:
@@ -222,17 +227,17 @@ class BlockTable(Sequence[int]):
 
     def _place(self, index: int) -> tuple[list[int] | None, int]:
         """The list that an entry is in, and where; None: it has no block."""
-        size, count = len(self), self.num_groups
-        if not -size <= index < size:
-            raise IndexError(f"entry {index} of a table of {size}")
-        row, group = divmod(index % size, count)
-        for part in self.parts:
+        entry = index if index >= 0 else index + len(self)
+        row, group = divmod(entry, self.num_groups) if self.parts else (0, 0)
+        for part in self.parts if entry >= 0 else ():
             if group in part.groups:
                 width, offset = len(part.groups), part.groups.index(group)
                 if row < part.num_sinks:
                     return part.sinks, row * width + offset
                 if part.first <= row < part.end:
                     return part.blocks, (row - part.first) * width + offset
+        if not 0 <= entry < len(self):
+            raise IndexError(f"entry {index} of a table of {len(self)}")
         return None, 0
 
     def _flat(self, first: int, end: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from math import inf
 from typing import NamedTuple
 
-from kvrelay.engine.kv.block_hash import GroupNames, first_of
+from kvrelay.engine.kv.block_hash import GroupNames, first_of, group_hash
 from kvrelay.engine.kv.block_pool import BlockPool
 from kvrelay.engine.kv.block_table import NO_BLOCK, BlockTable, Part
 from kvrelay.engine.kv.tier import Retention
@@ -34,13 +34,35 @@ COMPARED = 32  # rows of a table that is as it was, in each step
 class _Held:
     """What the manager has given a sequence, and what it has found of the sequence's own table:
     `sound` is as `table`, as long as it has so many rewrites. Rows up to `compared` were looked at
-    again meanwhile."""
+    again meanwhile. As long as parts begin at `firsts`, `written` are the blocks of `rows`, and
+    what is read in the row `windows_at` is there."""
 
-    __slots__ = ("compared", "num_rewrites", "sound", "table")
+    __slots__ = (
+        "compared",
+        "firsts",
+        "num_rewrites",
+        "rows",
+        "sound",
+        "table",
+        "windows_at",
+        "written",
+    )
 
     def __init__(self, table: BlockTable, sound: BlockTable) -> None:
         self.table, self.sound = table, sound
         self.num_rewrites = self.compared = 0
+        self.rows, self.written = (0, 0), list[int]()
+        self.windows_at, self.firsts = -1, list[int]()
+
+    def is_whole(self, first: int, end: int) -> bool:
+        """Whether it has all rows `[first, end)`; they are `rows` from then on."""
+        table = self.table
+        firsts = [part.first for part in table.parts]
+        most = (end - first) * table.num_groups
+        if self.rows != (first, end) or self.firsts != firsts or len(self.written) != most:
+            self.rows, self.firsts, self.windows_at = (first, end), firsts, -1
+            self.written = table.rows(first, end)
+        return len(self.written) == most
 
 
 class KVCacheManager:
@@ -98,12 +120,12 @@ class KVCacheManager:
         missing."""
         block_hashes = self.usable_hashes(seq)
         if not self._has_windows:
-            return len(self.pool.lookup(block_hashes))
+            return self.pool.num_found(block_hashes)
         rows = len(block_hashes) // self.windows.count
         for window, groups in self.windows.parts:
             if not window.size:
                 names = _names_of(block_hashes, groups, range(rows))
-                rows = len(self.pool.lookup(names)) // len(groups)
+                rows = self.pool.num_found(names) // len(groups)
         return self.windows.reach(
             rows * self.windows.count,
             lambda index: self.pool.is_cached(block_hashes[index]),
@@ -133,7 +155,9 @@ class KVCacheManager:
             return False  # the block of its last token is never a cache hit
         windows, low = self.windows, seq.is_low
         end, goal, table = self._cached(seq)
-        hits, num_free = table.blocks(), self.pool.num_free
+        is_one = len(table.parts) == 1 and not table.parts[0].first
+        hits = table.parts[0].blocks if is_one else table.blocks()  # until it gets others
+        num_free = self.pool.num_free
         self.pool.acquire(hits)
         num_idle = num_free - self.pool.num_free
         covered = max(end, windows.end(goal, len(seq.tokens)))
@@ -284,13 +308,18 @@ class KVCacheManager:
         """Seal the blocks that are full up to `num_computed`; none of KV of several weights."""
         if seq.next_chain is not None:
             return
-        windows, block_hashes, table = self.windows, seq.block_hashes, self._held[seq].table
+        windows, names, table = self.windows, seq.chain.extend(seq.tokens), self._held[seq].table
+        first, count, row, name_of_row = seq.num_sealed, windows.count, -1, b""
         keep = self.collect_sealed and seq.retention.keep_s > 0
-        end = max(seq.num_sealed, windows.full(seq.num_computed))
-        for index, block in table.entries(seq.num_sealed // windows.count, end // windows.count):
-            is_new = self.pool.seal(block, block_hashes[index])
+        end = max(first, windows.full(seq.num_computed))
+        for index, block in table.entries(first // count, end // count):
+            if index // count != row:
+                row = index // count
+                name_of_row = names[row]
+            name = group_hash(name_of_row, group) if (group := index - row * count) else name_of_row
+            is_new = self.pool.seal(block, name)
             if is_new and keep and (not self._has_windows or self._is_collected(seq, index)):
-                self.newly_sealed.append((block, block_hashes[index], seq.retention))
+                self.newly_sealed.append((block, name, seq.retention))
         seq.num_sealed = end
         if self._has_windows and seq.retention.keep_s > 0:
             self._pass_ends(seq, table)
@@ -338,7 +367,7 @@ class KVCacheManager:
         return blocks
 
     def group_blocks(self) -> tuple[GroupBlocks, ...]:
-        """What groups have of the pool, by kind, where there are several. Cost: O(num_blocks)."""
+        """What groups have of the pool, by kind, where there are several."""
         pool, kinds = self.pool, sorted(set(self._kinds)) if len(self._kinds) > 1 else ()
         return tuple(
             GroupBlocks(
@@ -355,21 +384,21 @@ class KVCacheManager:
         """Why computing `count` tokens of `seq` from position `start` on would write or read blocks
         that it must not; None if its block table is valid. Without `thorough`, only the blocks to
         be written are checked."""
-        known, table, windows = self._held[seq], seq.block_ids, self.windows
+        known, table = self._held[seq], seq.block_ids
         held, first = known.table, start // self.block_size
         end = -(-(start + count) // self.block_size)
-        written = held.rows(first, end)
         looked_at = range(first, end)
-        is_whole = len(written) == len(looked_at) * windows.count
+        is_whole, written = known.is_whole(first, end), known.written
         if is_whole and table.rows(first, end) == written:
             looked_at = range(0)
             if thorough and table is known.sound and table.num_rewrites == known.num_rewrites:
                 at = known.compared if known.compared < end else 0
-                known.compared = min(at + COMPARED, end)
-                looked_at = range(at, known.compared)
+                known.compared = stop = min(at + COMPARED, end)
+                if table.rows(at, stop) != held.rows(at, stop) or stop > held.num_rows:
+                    looked_at = range(at, stop)
             elif thorough:
                 looked_at = range(end)
-        if why := _difference(held, table, looked_at):
+        if looked_at and (why := _difference(held, table, looked_at)):
             return why
         if thorough:
             known.sound, known.num_rewrites = table, table.num_rewrites
@@ -377,11 +406,21 @@ class KVCacheManager:
             wrong = (block for block in written if not self.pool.are_private([block]))
             block = next(wrong, NO_BLOCK)
             return f"block {block}, to be written, is not its own: it is sealed or shared"
-        for (window, groups), part in zip(windows.parts, held.parts, strict=True):
-            for run in window.kept(first, start) if thorough and window.size else ():
+        if thorough and self._has_windows:
+            return self._missing(known, first, start)
+        return None
+
+    def _missing(self, known: _Held, row: int, start: int) -> str | None:
+        """What position `start`, which is in `row`, reads and a table lacks; None: it has all."""
+        windows = self.windows
+        if known.windows_at == row:
+            return None
+        for (window, groups), part in zip(windows.parts, known.table.parts, strict=True):
+            for run in window.kept(row, start) if window.size else ():
                 if not part.has(run):
                     index = run.start * windows.count + groups[0]
                     return f"block table entry {index}, which position {start} reads, is missing"
+        known.windows_at = row
         return None
 
     def check_integrity(self, others: int = 0) -> None:
@@ -421,8 +460,7 @@ class KVCacheManager:
             at += need
             for table in tables:
                 table.parts[number].add(more)
-            for block in more if self.pool.kinds else ():
-                self.pool.kinds[block] = kind
+            self.pool.set_kind(more, kind)
 
     def _cached(self, seq: Sequence) -> tuple[int, int, BlockTable]:
         """How many entries are cached; after how many positions `seq` goes on; and the beginning of
@@ -436,7 +474,6 @@ class KVCacheManager:
             return rows * windows.count, rows * self.block_size, table
         rows = (len(names) if seq.is_remote else self.num_cached(seq)) // windows.count
         goal = len(seq.tokens) if seq.is_remote else rows * self.block_size
-        table = BlockTable(self._parts(goal))
         end, table = rows, BlockTable(self._parts(goal))
         found: list[list[tuple[range, list[int]]]] = []
         for window, groups in windows.parts:
@@ -488,11 +525,12 @@ class KVCacheManager:
         """What was left below for copies that might be late, of a sequence that has ended."""
         if not self.collect_decoded:
             return
-        rows = seq.num_sealed // self.windows.count
+        rows, decoded_from = seq.num_sealed // self.windows.count, self._decoded_from(seq)
         for group, window in enumerate(self.windows.groups):
             if window.size:
                 start = window.start(rows * self.block_size)
-                for row in range(start - 2 * max(COPY_LAG, self._strides[group]), start):
+                first = start - 2 * max(COPY_LAG, self._strides[group])
+                for row in range(max(first, decoded_from), start):
                     self._pass(seq, group, row)
 
     def _is_read_at(self, index: int, end: int) -> bool:

@@ -208,9 +208,9 @@ def _states_of(
     )
 
 
-def check_size(seq: ScheduledSeq, limits: Limits) -> int:
+def check_size(seq: ScheduledSeq, limits: Limits, *, has_rows: bool = False) -> int:
     """Entries of the block table that the step uses. Raises ValueError if there are fewer, and for
-    positions beyond the model's length."""
+    positions beyond the model's length. `has_rows`: the table is known to have as many."""
     end = seq.end
     if not seq.tokens or seq.start < 0 or end > limits.max_model_len:
         raise ValueError(
@@ -218,7 +218,7 @@ def check_size(seq: ScheduledSeq, limits: Limits) -> int:
             f"the model's length of {limits.max_model_len}"
         )
     needed = limits.entries(end)
-    if len(seq.block_ids) < needed:
+    if not has_rows and len(seq.block_ids) < needed:
         raise ValueError(
             f"request {seq.request_id}: {len(seq.block_ids)} blocks for {end} positions, "
             f"{needed} are needed"
@@ -260,11 +260,14 @@ class Table:
         "_first_group",
         "_limits",
         "_read",
+        "_seen",
+        "_seen_at",
         "blocks",
         "num_rewrites",
         "num_rows",
         "seen_in",
         "source",
+        "written",
     )
 
     def __init__(self, seq: ScheduledSeq, limits: Limits) -> None:
@@ -274,6 +277,9 @@ class Table:
         self._limits, self.source = limits, source
         self.num_rewrites, self.num_rows, self.seen_in = source.num_rewrites, 0, 0
         self._first_group: Table | None = None
+        self._seen_at = 0
+        self._seen: tuple[int, int, list[int]] | None = None  # rows, and what parts had lost
+        self.written = NO_BLOCKS  # in the step that was checked last
         width = -(-limits.max_model_len // limits.block_size)
         self.blocks = np.zeros((limits.num_groups, width), np.int64)  # most rows are not real
         # For each window: positions that are read, sinks' rows, groups, the first row behind sinks.
@@ -286,9 +292,6 @@ class Table:
         spans = self._spans(first, end)
         found = [self.blocks[_index(groups), a:b].reshape(-1) for groups, a, b in spans]
         return found[0] if len(found) == 1 else np.concatenate(found or [NO_BLOCKS])
-
-    def written(self, seq: ScheduledSeq) -> np.ndarray:
-        return self.blocks[:, seq.start // self._limits.block_size : self.end(seq)].reshape(-1)
 
     def end(self, seq: ScheduledSeq) -> int:
         """Rows that the step reads or writes; more may be known."""
@@ -316,6 +319,24 @@ class Table:
             self._first_group.blocks, self._first_group._read = self.blocks[:1], [[0, 0, (0,), 0]]
         self._first_group.num_rows = self.num_rows
         return self._first_group
+
+    def is_as_seen(self, seq: ScheduledSeq) -> bool:
+        """Whether this step uses the rows of the one before, and they are what they were then: as
+        while a decode fills a block. What a window has left since is left with the next block."""
+        source = self.source
+        if seq.block_ids is not source or source.num_rewrites != self.num_rewrites:
+            return False
+        if seq.start < self._seen_at:  # its windows begin before
+            return False
+        size, firsts = self._limits.block_size, [part.first for part in source.parts]
+        return self._seen == (seq.start // size, -(-seq.end // size), firsts)
+
+    def see(self, seq: ScheduledSeq) -> None:
+        """It was found valid for this step."""
+        first, end = seq.start // self._limits.block_size, self.end(seq)
+        self._seen_at = seq.start
+        self._seen = first, end, [part.first for part in self.source.parts]
+        self.written = self.blocks[:, first:end].reshape(-1)
 
     def goes_on(self, seq: ScheduledSeq) -> bool:
         """Whether what is known of it is true for this step."""
@@ -456,9 +477,13 @@ class Guard:
 
     def _checked(self, name: str, seq: ScheduledSeq) -> Table:
         """Raises ValueError if the block table does not fit the sequence."""
-        needed = check_size(seq, self._limits) // self._limits.num_groups
-        check_tokens(seq, self._limits)
         table = self._known.get(name)
+        is_as_seen = table is not None and table.is_as_seen(seq)
+        needed = check_size(seq, self._limits, has_rows=is_as_seen) // self._limits.num_groups
+        check_tokens(seq, self._limits)
+        if table is not None and is_as_seen:
+            table.seen_in = self._number
+            return table
         if table is None or not table.goes_on(seq):
             self._forget(name)
             table = self._known[name] = Table(seq, self._limits)
@@ -470,6 +495,7 @@ class Guard:
             except ValueError:
                 self._forget(name)
                 raise
+        table.see(seq)
         return table
 
     def _extend(self, table: Table, seq: ScheduledSeq, end: int) -> None:
@@ -508,8 +534,7 @@ class Guard:
         """Whether a block that is written may be in two of `tables`, each without duplicates."""
         if not tables:
             return False
-        written = [table.written(step.seqs[index]) for index, table in tables.items()]
-        blocks = np.concatenate(written)
+        blocks = np.concatenate([table.written for table in tables.values()])
         if (self._holders[blocks] == 1).all():
             return False
         self._forget_before(self._number)  # they may have ended, and their blocks be others'
@@ -524,7 +549,7 @@ def _find_shared(step: Step, tables: Mapping[int, Table], faults: dict[int, str]
     """Add to `faults` the sequences that share a block that one of them writes."""
     writers: dict[int, int] = {}  # block -> index of the sequence
     for index, table in tables.items():
-        for block in table.written(step.seqs[index]).tolist():
+        for block in table.written.tolist():
             other = writers.setdefault(block, index)
             if other != index:
                 _blame(step, block, (other, index), faults)

@@ -6,7 +6,7 @@ transformers is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import count as count_from
 from math import ceil, gcd
@@ -411,13 +411,10 @@ class ModelConfig:
         quantization: str = "none",
         *,
         dtype: str = "",
-        runs: str = "kvrelay",
-        engine: Mapping[str, Any] | None = None,
     ) -> bytes:
         """32 bytes; differs between two checkpoints that compute different KV from the same tokens.
         That depends on how weights are quantized (named by `quantize.scheme`), with longrope on the
-        length that is served, on `dtype`, where KV has another one than what computes it, and on
-        what `engine` says of another one that `runs`.
+        length that is served, and on `dtype`, where KV has another one than what computes it.
 
         Every byte of the weights, of config.json and of the vocabulary counts (see `file_digest`
         for what is kept of an earlier start). Chat templates and generation_config.json do not:
@@ -434,9 +431,7 @@ class ModelConfig:
             shape["quantization"] = quantization
         if dtype:
             shape["dtype"] = dtype
-        if engine is not None:
-            shape["engine"] = {"runs": runs, **engine}
-        return identity_of(files_of(path, runs), shape)
+        return identity_of(files_of(path), shape)
 
     @property
     def num_parameters(self) -> int:

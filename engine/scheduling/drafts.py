@@ -22,6 +22,8 @@ from collections.abc import Sequence as Seq
 from math import inf
 from typing import NamedTuple
 
+import numpy as np
+
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import SEQS_UNIT, DraftCosts, fitted_s, row_features
 from kvrelay.engine.sequence import Sequence
@@ -42,17 +44,64 @@ MAX_ROW_COST = 0.35  # the most that is believed, or a few slow passes would end
 LEAST_GAIN, MIN_GAIN = 1.1, 1.5
 ROUNDS = 2  # in which a plan is made for the yield of the one before
 MAX_SLOWDOWN = 1.5  # a pass may take so long with drafts, where other sequences wait
-TOKEN_BYTES = 4  # a token has in what is searched
+TOKEN_BITS = 21  # a token has in the number of an n-gram, of 63: more than any vocabulary needs
+NUM_MARKS = 65_521  # a prime, and four times the tokens that are searched
+MANY_TOKENS = 32  # from here on numpy is faster
+_TOKEN, _NO_NGRAM = (1 << TOKEN_BITS) - 1, (1 << NGRAM_SIZE * TOKEN_BITS) - 1
 # After so many passes without a request to the drafter, its slots are not written any more. Divided
 # by the number of sequences, since the cost of slots grows with it.
-SLOTS_FOR = 128
+SLOTS_FOR = 64
 NOT_MEASURED = DraftCosts()
 
 
+class _Ngrams:
+    """The n-grams of a text that grows, each as a number, by the token that it ends with: so one is
+    found by comparing numbers. Of a long text, those of its last `most` tokens at least. Most are
+    new: a byte that many share says whether one may have been there before the last one."""
+
+    def __init__(self, most: int, tokens: Seq[int] = ()) -> None:
+        self.num_tokens = 0
+        self.last = _NO_NGRAM
+        self._most = most
+        self._numbers = array("Q")  # those of the last tokens
+        self._may_be_there = bytearray(NUM_MARKS)
+        self.extend(tokens)
+
+    def extend(self, tokens: Seq[int]) -> None:
+        self.num_tokens += len(tokens)
+        marks = self._may_be_there
+        if len(tokens) > MANY_TOKENS:
+            before = [self.last >> TOKEN_BITS & _TOKEN, self.last & _TOKEN]
+            each = np.array([*before, *tokens[-self._most :]], np.uint64) & np.uint64(_TOKEN)
+            numbers = each[:-2] << 2 * TOKEN_BITS | each[1:-1] << TOKEN_BITS | each[2:]
+            self._numbers.frombytes(numbers.tobytes())
+            marks[self.last % NUM_MARKS] = 1
+            np.frombuffer(marks, np.uint8)[numbers[:-1] % np.uint64(NUM_MARKS)] = 1
+            self.last = self._numbers[-1]
+        else:
+            for token in tokens:
+                marks[self.last % NUM_MARKS] = 1
+                self.last = (self.last << TOKEN_BITS | token & _TOKEN) & _NO_NGRAM
+                self._numbers.append(self.last)
+        if len(self._numbers) >= 2 * self._most:
+            del self._numbers[: -self._most]
+
+    def find(self, ngram: int) -> int | None:
+        """Index of the token that its last occurrence ends with, before the end of the text."""
+        if not self._may_be_there[ngram % NUM_MARKS]:
+            return None
+        first = max(0, len(self._numbers) - self._most + NGRAM_SIZE - 1)
+        (places,) = (np.frombuffer(self._numbers, np.uint64)[first:-1] == ngram).nonzero()
+        if not len(places):
+            return None
+        return self.num_tokens - len(self._numbers) + first + int(places[-1])
+
+
 class NgramProposer:
-    """Proposes the draft tokens of one sequence. Invariant: `_searched` holds its first tokens;
-    `_source`, if there is one, is the index of the token that is expected to come next. Indices
-    count `_prediction`, what a client expects of the output, before the sequence's tokens."""
+    """Proposes the draft tokens of one sequence. Invariant: `_known` has the n-grams of its first
+    tokens; `_source`, if there is one, is the index of the token that is expected to come next.
+    Indices count `_prediction`, what a client expects of the output, before the sequence's
+    tokens."""
 
     def __init__(
         self, acceptance_rate: float, prediction: Seq[int] = (), num_prompt: int = 0
@@ -61,7 +110,8 @@ class NgramProposer:
         of what follows the first `num_prompt` tokens."""
         self.acceptance_rate = acceptance_rate
         self._prediction, self._num_prompt = list(prediction), num_prompt
-        self._searched = bytearray(array("I", prediction).tobytes())
+        self._known = _Ngrams(SEARCHED_TOKENS)
+        self._predicted = _Ngrams(len(prediction), prediction) if prediction else None
         self._source: int | None = 0 if prediction else None
         self._proposed: list[int] = []
 
@@ -91,45 +141,33 @@ class NgramProposer:
         self._proposed = []
 
     def _follow(self, tokens: list[int]) -> None:
-        num_predicted = len(self._prediction)
-        known = len(self._searched) // TOKEN_BYTES - num_predicted
-        for token in tokens[max(known, self._num_prompt) :]:
-            if self._source is None:
-                break
-            source = self._source
-            expected = (
-                self._prediction[source]
-                if source < num_predicted
-                else tokens[source - num_predicted]
-            )
-            self._source = source + 1 if expected == token else None
-            if self._source == num_predicted:  # the prediction has ended
-                self._source = None
-        self._searched += array("I", tokens[known:]).tobytes()
+        num_predicted, known = len(self._prediction), self._known.num_tokens
+        if self._source is not None:
+            for token in tokens[max(known, self._num_prompt) :]:
+                source = self._source
+                expected = (
+                    self._prediction[source]
+                    if source < num_predicted
+                    else tokens[source - num_predicted]
+                )
+                self._source = source + 1 if expected == token else None
+                if self._source == num_predicted:  # the prediction has ended
+                    self._source = None
+                if self._source is None:
+                    break
+        self._known.extend(tokens[known:])
         if self._source is None:
             self._source = self._search()
 
     def _search(self) -> int | None:
         """Index of the token after the latest earlier occurrence of the last n-gram, at last in the
         prediction; None: there is none."""
-        searched = self._searched
-        end, first = len(searched), max(0, len(searched) - SEARCHED_TOKENS * TOKEN_BYTES)
-        if end < (NGRAM_SIZE + 1) * TOKEN_BYTES:
-            return None
-        ngram = bytes(searched[-NGRAM_SIZE * TOKEN_BYTES :])
-        found = _rfind(searched, ngram, first, end - TOKEN_BYTES)
-        num_predicted = len(self._prediction)
-        if num_predicted and (found is None or found + NGRAM_SIZE == num_predicted):
-            found = _rfind(searched, ngram, 0, (num_predicted - 1) * TOKEN_BYTES)
-        return None if found is None else found + NGRAM_SIZE
-
-
-def _rfind(searched: bytearray, ngram: bytes, first: int, end: int) -> int | None:
-    """Index of the token where the last occurrence within these bytes begins."""
-    at = searched.rfind(ngram, first, end)
-    while at > 0 and at % TOKEN_BYTES:  # not where a token begins
-        at = searched.rfind(ngram, first, at + len(ngram) - 1)
-    return at // TOKEN_BYTES if at >= 0 and at % TOKEN_BYTES == 0 else None
+        ngram = self._known.last
+        found = self._known.find(ngram)
+        if found is not None:
+            return len(self._prediction) + found + 1
+        found = self._predicted.find(ngram) if self._predicted else None
+        return None if found is None else found + 1
 
 
 class Draft(NamedTuple):
@@ -250,13 +288,15 @@ class Drafts:
     ) -> list[Draft] | None:
         """The draft tokens of each of `seqs`, which are decodes, for one pass over all of them;
         None: no sequence gets any. rooms: how many each has room for."""
-        prices, gain = self._prices(seqs, costs), _least_gain(costs)
         limits = [max(0, min(self.max_drafts, room)) for room in rooms]
         own = [self._own(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         asked = list[_Source]()
         if self._has_drafter:
             asked = [self._asked(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         self._num_seqs = len(seqs)
+        if not any(source.most for source in (*own, *asked)):  # as in most passes of n-grams
+            return None
+        prices, gain = self._prices(seqs, costs), _least_gain(costs)
         yielded = float(len(seqs))
         best = _chosen(own, asked, prices, gain * yielded)
         for _ in range(ROUNDS - 1):
@@ -276,6 +316,15 @@ class Drafts:
     def on_verified(self, seq: Sequence, sampled: Seq[int], num_asked: int = 0) -> None:
         """`sampled` came after the tokens that `seq` had at the last plan. num_asked: draft tokens
         that were the drafter's."""
+        if self._has_drafter:
+            self._on_asked(seq, sampled, num_asked)
+        proposer = self._proposers.get(seq)
+        if proposer is not None:
+            proposer.on_verified(sampled)
+            change = proposer.acceptance_rate - self._acceptance_rate
+            self._acceptance_rate += ACCEPTANCE_WEIGHT / 4 * change
+
+    def _on_asked(self, seq: Sequence, sampled: Seq[int], num_asked: int) -> None:
         rate = self._asked_rates.get(seq, self._asked_rate)
         for number in range(min(num_asked, len(sampled))):
             accepted = number < len(sampled) - 1
@@ -289,13 +338,7 @@ class Drafts:
             rate += weight * (INITIAL_ACCEPTANCE_RATE - rate)
             passed = weight / self._num_seqs
             self._asked_rate += passed * (INITIAL_ACCEPTANCE_RATE - self._asked_rate)
-        if self._has_drafter:
-            self._asked_rates[seq] = rate
-        proposer = self._proposers.get(seq)
-        if proposer is not None:
-            proposer.on_verified(sampled)
-            change = proposer.acceptance_rate - self._acceptance_rate
-            self._acceptance_rate += ACCEPTANCE_WEIGHT / 4 * change
+        self._asked_rates[seq] = rate
 
     def forget(self, seq: Sequence) -> None:
         self._proposers.pop(seq, None)

@@ -92,7 +92,8 @@ class Scheduler:
         self._is_to_preempt = False  # once no step is in flight
         self._abandoned = -1  # the last step that was
         self.is_paused = False  # no step begins
-        self.may_preempt = True  # False: those that run cannot be taken their blocks from
+        self.may_preempt = True  # False: what computes them has to have ended them before
+        self.gives_way: Sequence | None = None  # whom it has to end then, for one that waits
         self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
         self._drafting = Drafts.of(config)
@@ -136,7 +137,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         too_large = TooLarge()
         lost = ServiceClass.BATCH  # the highest class of those that are preempted here
-        self.lacks_room = self._is_to_preempt = False
+        self.lacks_room, self._is_to_preempt, self.gives_way = False, False, None
         self.wanted.clear()
         if not self.waiting or self.is_paused:  # as after most messages
             return admitted
@@ -328,7 +329,7 @@ class Scheduler:
             return None
         num_groups = self.kv.windows.count
         if self.kv.pool.num_free < num_groups and culprit.state is SeqState.RUNNING:
-            self._preempt(culprit)
+            self.preempt(culprit)
         blocks = self.kv.allocate(num_groups)
         if blocks is None:
             return None
@@ -406,13 +407,14 @@ class Scheduler:
         survivors: list[tuple[Sequence, int]] = []
         if done.error is None and len(done.waiting) < len(seqs):
             self.kv.checksums.update(zip(step.checksum_blocks, done.checksums, strict=True))
-        windows = self.kv.windows
+        windows, has_faults = self.kv.windows, done.has_faults
+        size, count = windows.block_size, windows.count
         for index, (seq, share) in enumerate(zip(seqs, step.seqs, strict=True)):
             seq.num_steps -= 1
             if seq.state is SeqState.DEAD:
                 self.release_if_settled(seq)
                 continue
-            if (fault := done.fault(index)) is not None:
+            if has_faults and (fault := done.fault(index)) is not None:
                 self.faults.append((seq, *fault))
                 continue
             if self.config.has_states and (done.error is not None or index in done.waiting):
@@ -434,16 +436,16 @@ class Scheduler:
                         seq.num_computed += len(sampled.more)
                     new = sampled.token, *sampled.more
                     self._drafting.on_verified(seq, new, sampled.num_drafts)
-                    if share.most_drafts:
+                    if most := share.most_drafts:
                         computed = len(share.draft_tokens) or sampled.num_drafts
                         before, accepted = seq.drafts, len(sampled.more)
                         seq.drafts = before[0] + accepted, before[1] + computed - accepted
                     seq.forced = sampled.forced
-                    if len(sampled.more) < share.most_drafts:  # it did not fill all its blocks
+                    if len(sampled.more) < most:  # it did not fill all its blocks
                         first, end = windows.full(seq.num_computed), windows.full(share.end)
                         for block in share.block_ids[first:end]:
                             self.kv.checksums.pop(block, None)
-                if seq.num_sealed < windows.full(seq.num_computed):
+                if seq.num_sealed < seq.num_computed // size * count:
                     self.kv.seal_computed(seq)
                 self.kv.slide(seq)
             survivors.append((seq, len(share.tokens)))
@@ -513,7 +515,7 @@ class Scheduler:
         """A block for the newest token of every running sequence; preempts others for it."""
         for seq in list(self.running):
             while seq.state is SeqState.RUNNING and not self.kv.grow(seq):
-                self._preempt(victim(self.running, self.kv.windows))
+                self.preempt(victim(self.running, self.kv.windows))
 
     def _give_way(self, seq: Sequence) -> Sequence | None:
         """Preempts and returns one of a lower class, or for a stream one of its class that streams
@@ -527,12 +529,15 @@ class Scheduler:
             self._is_to_preempt = True
             return None
         gone = victim(others, self.kv.windows)
-        self._preempt(gone)
+        if not self.may_preempt:
+            self.gives_way = self.gives_way or gone
+            return None
+        self.preempt(gone)
         return gone
 
     def _running_before(self, seq: Sequence) -> list[Sequence]:
         """Those that are preempted for `seq` where that makes enough room."""
-        return [each for each in self.running if self.may_preempt and _makes_room(each, seq)]
+        return [each for each in self.running if _makes_room(each, seq)]
 
     def _held_before(self, seq: Sequence) -> list[Sequence]:
         """Those of lower classes, the lowest first, whose blocks `seq` needs beside those of
@@ -549,7 +554,7 @@ class Scheduler:
             lacking -= _num_blocks([each])
         return found if lacking <= 0 else []
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
@@ -574,7 +579,7 @@ class Scheduler:
     def take_row(self) -> list[int]:
         """A row of blocks for a probe, whatever has to be preempted for it; at most that."""
         while (blocks := self.kv.allocate(self.kv.windows.count)) is None and self.running:
-            self._preempt(victim(self.running, self.kv.windows))
+            self.preempt(victim(self.running, self.kv.windows))
         return blocks or []
 
     def take_preempted(self) -> list[Sequence]:

@@ -32,6 +32,7 @@ import msgspec
 
 PREAMBLE = b"KVRelay\0"
 PROTOCOL = 1
+VERSION_VARIABLE = "KVRELAY_VERSION"  # for processes in which the package is not installed
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 16 << 20
 MAX_NOISE_BYTES = 64 << 10  # before the preamble: what a login shell prints
@@ -113,8 +114,8 @@ def own_version() -> str:
     """Version of the package that this process runs."""
     try:
         return version("kvrelay")
-    except PackageNotFoundError:
-        return "not installed"
+    except PackageNotFoundError:  # who started it in another environment, from this source, knows
+        return os.environ.get(VERSION_VARIABLE, "not installed")
 
 
 def _message(body: bytes) -> Any:

@@ -270,7 +270,7 @@ def _choose_window(
 
     windows = kv.windows
     end = 0 if seq.is_remote else windows.reach(len(block_hashes), has, first // windows.count)
-    needed = [index for index in windows.kept(windows.tokens(end)) if index >= first]
+    needed = windows.kept_of(first, end, windows.tokens(end)) if end > first else []
     cost_s = sum(load_s(found[index].tier) for index in needed)
     if cost_s >= (end - first) / windows.count * compute_s or not kv.expect(seq, end):
         return []

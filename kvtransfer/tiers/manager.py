@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.kv.block_hash import of_groups
 from kvrelay.engine.kv.cache_manager import KVCacheManager
+from kvrelay.engine.kv.runs import LONGEST
 from kvrelay.engine.kv.tier import Retention, Tier, TierHashes
 from kvrelay.engine.node import Effect, Note, Send
 from kvrelay.kvtransfer.agent import (
@@ -28,14 +29,14 @@ from kvrelay.kvtransfer.agent import (
 )
 from kvrelay.kvtransfer.messages import CacheAction, CacheOrder, CacheOrderDone
 from kvrelay.kvtransfer.tiers.blocks import Source, StoreRecords, TierBlocks
-from kvrelay.kvtransfer.tiers.moves import TierMoves
+from kvrelay.kvtransfer.tiers.moves import FREE_SHARE, TierMoves
 from kvrelay.kvtransfer.tiers.registry import TIERS
 
 HOST_TIERS = (Tier.HOST, Tier.LEFT, Tier.PACKED)  # what routers know as host memory of this worker
 MAX_ORDERS = 256  # live; one more is answered at once
 ORDER_TIMEOUT_S = 30.0
 ORDER_WINDOW = 64  # blocks of one order that are in progress at a time
-RESUME_SHARE = 4  # one order brings up at most 1 / 4 of the device pool
+RESUME_SHARE = 4  # one order evicts at most 1 / 4 of the device pool to bring blocks up
 MAX_EXPIRED = 1024  # blocks of a tier that are forgotten in a tick because their time is over
 
 
@@ -154,11 +155,16 @@ class Tiers:
         return []
 
     def expect_stored(self, now: float, block_hashes: Sequence[bytes]) -> None:
-        """A router says that storage that has keys holds these: other workers have written them."""
-        if not self._kv.windows.any:
-            self._blocks.on_listed(
-                now, Tier.OBJECT, block_hashes, self._config.retention.keep_s, evict=True
-            )
+        """A router says that storage that has keys holds these, in order: other workers have
+        written them. Of as many as a run has at most, the last one says whether they are known."""
+        known = self._pools.get(Tier.OBJECT)
+        if known is None or self._kv.windows.any:
+            return
+        for first in range(0, len(block_hashes), LONGEST):
+            names = block_hashes[first : first + LONGEST]
+            if names[-1] not in known:
+                keep_s = self._config.retention.keep_s
+                self._blocks.on_listed(now, Tier.OBJECT, names, keep_s, evict=True)
 
     def on_store_room(self, room: StoreRoom) -> list[Effect]:
         pool = self._pools.get(room.tier)
@@ -223,7 +229,7 @@ class Tiers:
         # The KV of the last token may not be computed: then the turn goes on one block earlier.
         before = max(0, num_tokens - windows.block_size)
         kept = {*windows.kept(num_tokens), *windows.kept(before)}
-        if order.action is CacheAction.PARK:
+        if order.action is CacheAction.PARK and not order.lazy:
             self._kv.pool.evict(each for i, each in enumerate(block_hashes) if i not in kept)
         return [each for i, each in enumerate(block_hashes) if i in kept]
 
@@ -328,13 +334,16 @@ class Tiers:
                 blocks.park(block_hash)
 
     def _limit(self, live: LiveOrder) -> None:
-        """Keep what is on the device already, and bring up only a share of the pool."""
+        """Keep what is on the device already, and bring up only a share of the pool, or as much as
+        there is room for beside what is left to requests: then nobody else's KV makes way."""
         pool = self._kv.pool
+        num_blank = pool.num_free - pool.num_evictable
+        most = max(pool.num_blocks // RESUME_SHARE, num_blank - pool.num_blocks // FREE_SHARE)
         left = [*live.left]
         hits = pool.lookup(left)
         pool.acquire(hits)
         pool.release(hits)
-        del left[len(hits) + pool.num_blocks // RESUME_SHARE :]
+        del left[len(hits) + most :]
         live.left = deque(left)
         waiting = [each for each in left[len(hits) :] if not pool.is_cached(each)]
         first = self._blocks.first
@@ -373,7 +382,7 @@ class Tiers:
         """Whether the order was carried out for this block; None: not yet."""
         match live.order.action:
             case CacheAction.PARK:
-                return self._park(block_hash)
+                return self._park(block_hash, lazy=live.order.lazy)
             case CacheAction.RESUME:
                 return self._resume(live, block_hash)
             case CacheAction.PIN:
@@ -385,9 +394,11 @@ class Tiers:
             case CacheAction.DROP:
                 return self._drop(block_hash)
 
-    def _park(self, block_hash: bytes) -> bool | None:
+    def _park(self, block_hash: bytes, *, lazy: bool) -> bool | None:
         if not self._blocks.is_below(block_hash):
             return None if self._blocks.is_coming(block_hash) else False
+        if lazy:
+            return True
         self._kv.pool.evict([block_hash])
         return not self._kv.pool.is_cached(block_hash)
 

@@ -55,6 +55,8 @@ class Member:
     key: Key
     floor: float = 0.0  # virtual time of its group when it began to wait
     finish: float = 0.0  # virtual finish of its last request that was charged
+    least_needs: list[float] = field(default_factory=lambda: [inf, inf])
+    """None of those that are on time needs less, and none of those that are late."""
 
     @property
     def name(self) -> str:
@@ -101,8 +103,17 @@ class Agent(Member):
     def entries(self) -> Iterator[QueueEntry]:
         yield from (*self.on_time.values(), *self.late.values())
 
-    def in_turn(self, is_late: bool, held_back: Collection[Key]) -> Iterator[QueueEntry]:
-        yield from (self.late if is_late else self.on_time).values()
+    def first(
+        self, skip: Container[str], held_back: Collection[Key], less_than: float, is_late: bool
+    ) -> QueueEntry | None:
+        """The oldest that needs memory for fewer tokens and is not in `skip`."""
+        entries = (self.late if is_late else self.on_time).values()
+        for entry in entries:
+            if entry.needs < less_than and entry.record.request_id not in skip:
+                return entry
+        if less_than < inf:
+            self.least_needs[is_late] = min([entry.needs for entry in entries], default=inf)
+        return None
 
     def turn(self, is_late: bool) -> tuple[float, int] | None:
         """Its virtual start, and the arrival of its first request of that part; None: it has none
@@ -113,6 +124,7 @@ class Agent(Member):
     def add(self, entry: QueueEntry) -> None:
         """To the end of those that are on time."""
         self.on_time[entry.record.request_id] = entry
+        self.least_needs[False] = min(self.least_needs[False], entry.needs)
         heappush(self.by_size, (-entry.units, entry.record.arrival, entry))
         self.on_time_units += entry.units
         self.units += entry.units
@@ -122,6 +134,7 @@ class Agent(Member):
         if not self._leave(entry):
             return False
         self.late[entry.record.request_id] = entry
+        self.least_needs[True] = min(self.least_needs[True], entry.needs)
         return True
 
     def remove(self, entry: QueueEntry) -> bool:
@@ -194,11 +207,24 @@ class Group(Member, Generic[Each]):
         for member in list(self.members.values()):
             yield from member.entries()
 
-    def in_turn(self, is_late: bool, held_back: Collection[Key]) -> Iterator[QueueEntry]:
-        """Its requests, by whose turn comes first. `held_back`: members of which none goes."""
-        for member in self._turns[is_late]:
-            if not held_back or member.key not in held_back:
-                yield from member.in_turn(is_late, held_back)
+    def first(
+        self, skip: Container[str], held_back: Collection[Key], less_than: float, is_late: bool
+    ) -> QueueEntry | None:
+        """Returns one that needs memory for fewer tokens and is not in `skip`: of the first member
+        that has one, by turns. `held_back`: members of which none goes. Where nothing is found, it
+        is known from then on from which need on no member, or none at all, has to be asked."""
+        turns = self._turns[is_late]
+        for member in turns if less_than > self.least_needs[is_late] or less_than == inf else ():
+            if less_than <= member.least_needs[is_late] and less_than < inf:
+                continue
+            if held_back and member.key in held_back:
+                continue
+            if found := member.first(skip, held_back, less_than, is_late):
+                return found
+        if less_than < inf:
+            needs = [member.least_needs[is_late] for member in turns]
+            self.least_needs[is_late] = min(needs, default=inf)
+        return None
 
     def ahead(self, name: str, own_units: float, num_own: int) -> tuple[float, int]:
         """What goes before a request of that member behind so much of its own, about: its work, and
@@ -220,6 +246,7 @@ class Group(Member, Generic[Each]):
             self._idle.pop(member.name, None)
         before = member.units
         member.add(entry)
+        self.least_needs[False] = min(self.least_needs[False], entry.needs)
         self.num_on_time += 1
         self.on_time_units += entry.units
         self.units += entry.units
@@ -232,6 +259,7 @@ class Group(Member, Generic[Each]):
         if not member.put_late(entry):
             return False
         self._leave_on_time(entry)
+        self.least_needs[True] = min(self.least_needs[True], entry.needs)
         self.num_late += 1
         self._changed(member, entry, before)
         return True
@@ -287,6 +315,7 @@ class Group(Member, Generic[Each]):
             found = sum(getattr(each, name) for each in members)
             assert abs(units - found) < 1e-6 * max(1.0, units), (name, units, found)
         for is_late, turns in enumerate(self._turns):
+            assert all(self.least_needs[is_late] <= each.least_needs[is_late] for each in turns)
             waiting = [(turn, each) for each in members if (turn := each.turn(bool(is_late)))]
             assert list(turns) == [each for _, each in sorted(waiting, key=lambda pair: pair[0])]
 
@@ -338,6 +367,12 @@ class Caller(Group[Agent]):
             found = self.members[name] = Agent((*self.key, name))
         return found
 
+    def check_integrity(self) -> None:
+        Group.check_integrity(self)
+        for agent in self.members.values():
+            for least, part in zip(agent.least_needs, (agent.on_time, agent.late), strict=True):
+                assert all(least <= entry.needs for entry in part.values())
+
     def _of(self, entry: QueueEntry) -> Agent:
         return entry.agent
 
@@ -371,8 +406,6 @@ class Flow(Group[Caller]):
     num_before_late: int = 0  # sent while late ones waited, since the last of those
     passed_by: deque[Sent] = field(default_factory=lambda: deque(maxlen=MAX_PASSED))
     """Those that were sent last before one of it that had to wait."""
-    least_needs: list[float] = field(default_factory=lambda: [inf, inf])
-    """None of those that are on time needs less, and none of those that are late."""
 
     @property
     def tenant(self) -> str:
@@ -397,15 +430,10 @@ class Flow(Group[Caller]):
             units, count = its.ahead(agent, units, count)
         return self.ahead(caller, units, count)
 
-    def add(self, entry: QueueEntry) -> None:
-        self.least_needs[False] = min(self.least_needs[False], entry.needs)
-        Group.add(self, entry)
-
     def put_late(self, entry: QueueEntry) -> bool:
         found = Group.put_late(self, entry)
         if found:
             entry.is_late = True
-            self.least_needs[True] = min(self.least_needs[True], entry.needs)
         return found
 
     def remove(self, entry: QueueEntry) -> bool:
@@ -428,24 +456,9 @@ class Flow(Group[Caller]):
     ) -> QueueEntry | None:
         """Returns the one that goes next, of those that need memory for fewer tokens. held_back:
         callers and agents of which none does."""
-        first, second = False, True
-        if self.num_before_late * late_share >= 1:
-            first, second = True, False
-        found = self._first(skip, held_back, less_than, first)
-        return found or self._first(skip, held_back, less_than, second)
-
-    def _first(
-        self, skip: Container[str], held_back: Collection[Key], less_than: float, is_late: bool
-    ) -> QueueEntry | None:
-        if less_than < inf and less_than <= self.least_needs[is_late]:
-            return None  # so that not every message looks at all
-        for entry in self.in_turn(is_late, held_back):
-            if entry.needs < less_than and entry.record.request_id not in skip:
-                return entry
-        if less_than < inf:
-            needs = (entry.needs for entry in self.in_turn(is_late, ()))
-            self.least_needs[is_late] = min(needs, default=inf)
-        return None
+        late_first = self.num_before_late * late_share >= 1
+        found = self.first(skip, held_back, less_than, late_first)
+        return found or self.first(skip, held_back, less_than, not late_first)
 
     def check_integrity(self) -> None:
         Group.check_integrity(self)

@@ -72,6 +72,8 @@ class SessionBlocks:
         session: Session,
         only: Tier | None = None,
         at_most: int | None = None,
+        *,
+        lazy: bool = False,
     ) -> list[Send]:
         """`CacheOrder`s to the workers that hold blocks of `session`, the best `at_most` of them;
         with `only`, to those that hold some in this tier."""
@@ -82,7 +84,7 @@ class SessionBlocks:
             if block_hashes and (only is None or only in holder.num_blocks):
                 self._num_orders += 1
                 order_id = f"{self._router}/{self._num_orders}"
-                order = CacheOrder(order_id, self._router, action, tuple(block_hashes))
+                order = CacheOrder(order_id, self._router, action, tuple(block_hashes), lazy)
                 sends.append(Send(holder.worker, order))
         return sends
 
@@ -121,8 +123,9 @@ class SessionBlocks:
         return page, len(page) < len(found)
 
     def _holders(self, session: Session, workers: dict[NodeId, WorkerInfo]) -> list[SessionHolder]:
-        """The workers that hold some of its blocks, the one to go on with first; and the worker of
-        its last turn, whose events may not have come yet."""
+        """The workers that hold some of its blocks, the one to go on with first: a decode worker,
+        unless another one holds more than twice as much, which then computes what is missing. And
+        the worker of its last turn, whose events may not have come yet."""
         held: dict[NodeId, dict[Tier, int]] = {}
         for kind in {kind_of(info) for info in workers.values()}:
             found = self._index.holdings(session.block_hashes(kind))
@@ -133,9 +136,10 @@ class SessionBlocks:
         def rank(worker: NodeId) -> tuple[bool, int, int, bool]:
             counts = held[worker]
             in_device, most = counts.get(Tier.DEVICE, 0), max(counts.values(), default=0)
-            decodes = workers[worker].role is Role.DECODE
-            return decodes, most, in_device, worker == session.worker
+            goes_on = workers[worker].role is Role.DECODE and 0 < most_of_all <= 2 * most
+            return goes_on, most, in_device, worker == session.worker
 
+        most_of_all = max((n for counts in held.values() for n in counts.values()), default=0)
         best_first = sorted(sorted(held), key=rank, reverse=True)
         return [SessionHolder(worker, held[worker]) for worker in best_first]
 
@@ -529,7 +533,7 @@ class Sessions:
                 self._forget(session)
             else:
                 session.parked = True
-                self._order(CacheAction.PARK, session, only=Tier.DEVICE)
+                self._order(CacheAction.PARK, session, only=Tier.DEVICE, lazy=True)
                 self.table.schedule(session)
                 self._share(now, session)
         if self._pin_at <= now:
@@ -544,9 +548,11 @@ class Sessions:
         session: Session,
         only: Tier | None = None,
         at_most: int | None = None,
+        *,
+        lazy: bool = False,
     ) -> dict[str, NodeId]:
         """Send orders; returns which to whom."""
-        sends = self._blocks.orders(action, session, only, at_most)
+        sends = self._blocks.orders(action, session, only, at_most, lazy=lazy)
         self._effects += sends
         return {send.message.order_id: send.to for send in sends}
 

@@ -103,22 +103,24 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ),
         (
             "[model]\nquantization = 'int8'\n[engine]\nruns = 'vllm'\npython = 'p'",
-            "model.quantization = 'int8': vLLM does not obey it: set it by engine.arguments, as"
-            " vLLM calls it",
+            "model.quantization = 'int8': vLLM does not obey it: it has other names for these:"
+            " set it by engine.arguments, as vLLM calls it",
         ),
         (
             "[engine]\nruns = 'vllm'\npython = 'p'\nwindow = 512",
-            "engine.window = 512: vLLM does not obey it: leave it out",
+            "engine.window = 512: vLLM does not obey it: layers attend to what the model says:"
+            " leave it out",
         ),
         (
             "[engine]\nruns = 'vllm'\npython = 'p'\nattention_backend = 'triton'",
-            "engine.attention_backend = 'triton': vLLM does not obey it: set it by"
-            " engine.arguments, as vLLM calls it",
+            "engine.attention_backend = 'triton': vLLM does not obey it: it has other names for"
+            " these: set it by engine.arguments, as vLLM calls it",
         ),
         (
-            "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\nprefill = 0\n"
-            "[scaling]\nenabled = true",
-            "scaling.enabled: the number of vLLM's workers is fixed: set it to false",
+            "[engine]\nruns = 'vllm'\npython = 'p'\ntensor_parallel_size = 2\n"
+            "[cluster]\nprefill = 0\n[scaling]\nenabled = true",
+            "scaling.enabled: vLLM's workers keep their role where they have several ranks:"
+            " set it to false",
         ),
         ("[engine", "not TOML"),
     ],

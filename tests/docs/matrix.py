@@ -41,8 +41,9 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
         "vLLM": frozenset({T.VLLM}),
         "its ranks": frozenset({T.VLLM, T.RANKS}),
         "its states": frozenset({T.VLLM, T.STATES}),
-        "its FP8 KV": frozenset({T.VLLM, T.FP8_KV}),
+        "its other KV": frozenset({T.VLLM, T.OTHER_KV}),
     },
+    "Where those have no LoRA": {"no LoRA": frozenset({T.VLLM, T.NO_LORA})},
     "With several of them": {
         "models": frozenset({T.CPU, T.MODELS}),
         "routers": frozenset({T.CPU, T.ROUTERS}),
@@ -84,6 +85,7 @@ TESTED: dict[Capability, dict[str, str]] = {
         "ranks": "engine/model/test_parallel.py"
         "::test_two_ranks_compute_adapters_as_one_process_does",
         "int8, int4": _MERGED,
+        "vLLM": "worker/test_vllm_adapters.py::test_an_adapter_is_in_tokens_and_in_names_of_kv",
     },
     C.NGRAM_DRAFTS: {
         **dict.fromkeys(("one process", "states"), _DRAFTS),
@@ -105,11 +107,13 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.REASONING_BUDGET: {
         "one process": "engine/model/test_grammar.py"
         "::test_reasoning_ends_when_its_budget_is_used_up",
+        "vLLM": "worker/test_vllm_sampling.py::test_bans_and_budgets_hold_at_a_worker",
     },
     C.PENALTIES: {
         "one process": "engine/model/test_grammar.py"
         "::test_bans_and_biases_count_among_the_tokens_that_a_grammar_allows",
         "GPU": _EDITED,
+        "vLLM": "worker/test_vllm_sampling.py::test_bans_and_budgets_hold_at_a_worker",
     },
     C.LOGPROBS: {
         "one process": "engine/model/test_prompt_outputs.py"
@@ -178,6 +182,7 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.CLASSES: {
         "one process": "engine/test_service_classes.py"
         "::test_a_higher_class_takes_the_memory_of_a_lower_one_which_goes_on_later",
+        "vLLM": "worker/test_vllm_classes.py::test_those_that_gave_way_end_with_the_same_tokens",
     },
     C.WEIGHT_UPDATES: {
         "one process": "local/test_local_weights.py"

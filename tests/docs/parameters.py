@@ -31,7 +31,7 @@ def tables() -> str:
     rows = [[f"`{name}`", *("x" if name in e.obeyed else "" for e in shown)] for name in known]
     parts = [
         f"Columns: {', '.join(heads[:3])},\n{', '.join(heads[3:6])},\n{', '.join(heads[6:])}.",
-        "### Obeyed\n\n" + _table(["field", *COLUMNS.values()], rows),
+        "### Obeyed\n\n" + table(["field", *COLUMNS.values()], rows),
         "### Refused by name\n\n" + _reasons(shown, _refused),
         "### Harmless\n\n" + _reasons(shown, lambda each: each.fields.harmless),
     ]
@@ -54,10 +54,11 @@ def _reasons(shown: list[Endpoint], listed: Callable[[Endpoint], Mapping[str, st
         for name, why in listed(endpoint).items():
             places.setdefault((name, why), []).append(COLUMNS[endpoint.path])
     rows = [[f"`{name}`", ", ".join(where), why] for (name, why), where in sorted(places.items())]
-    return _table(["field", "where", "why"], rows)
+    return table(["field", "where", "why"], rows)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Writes it as Markdown does."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvrelay.cluster.processes.router_process import RouterProcess
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.decode_worker.vllm.build import build as build_vllm
+from kvrelay.decode_worker.vllm.form import Form
 from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.parameters import unsupported
 from kvrelay.engine.adapters import AdapterError
@@ -69,7 +71,7 @@ FAMILY = {T.STATES: "qwen3.5", T.LAYERWISE: "minimax-m2", T.ONLY_WINDOWS: "mistr
 FAMILY |= {T.LATENT: "deepseek3", T.UNEVEN_KV: "gemma4"}
 VERSION = WeightVersion("new", b"d", "/nowhere")
 ERRORS = (ConfigError, BuildError, ModelError, AdapterError, AgentError)
-VLLM: dict[str, Any] = {"runs": "vllm", "python": "bin/python", "block_size": 32}
+VLLM: dict[str, Any] = {"runs": "vllm", "python": sys.executable, "block_size": 32}
 RULE_LIST = [(capability, no) for capability, rules in RULES.items() for no in rules]
 
 
@@ -107,8 +109,12 @@ def notices_of_ours(path: Path, **engine: Any) -> str:
     return "\n".join(built.notices)
 
 
-def notices_of_vllm(path: Path, monkeypatch: pytest.MonkeyPatch, **engine: Any) -> str:
+def notices_of_vllm(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, others: bool = False, **engine: Any
+) -> str:
     vllm_stand_in.install(monkeypatch)
+    if others:
+        keep_others(monkeypatch)
     vllm_stand_in.EventPublisherFactory.registered.clear()
     built = build_vllm(spec_of(path, max_model_len=128, **VLLM | engine), ROLES)
     return "\n".join(built.notices)
@@ -176,14 +182,13 @@ class Captures:
     captured = ()
 
 
-def of_requests(capability: Capability) -> str:
+def of_requests(capability: Capability, no: No) -> str:
     asked = {
         C.EMBEDDINGS: SamplingParams(pooling=Pooling.MEAN),
         C.REASONING_BUDGET: SamplingParams(reasoning=ReasoningBudget(4, 2)),
-        C.PENALTIES: SamplingParams(bad_words=((1,),)),
         C.GRAMMARS: SamplingParams(grammar='{"grammars": [{}, {}]}'),
     }
-    return unsupported(asked[capability])
+    return unsupported(asked[capability], edits=T.GPU not in no.where)
 
 
 def of_images() -> str:
@@ -194,12 +199,31 @@ def of_images() -> str:
     return str(cast(Any, refused).detail)
 
 
-def of_handing_over(no: No, make: Make) -> str:
+def keep_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM says of all models that their layers keep what no block of tokens has."""
+    form = Form("0.32.0", max_model_len=512, why_not="layers keep cross_attention")
+    monkeypatch.setattr("kvrelay.decode_worker.vllm.form.ask", lambda *_: form)
+
+
+def of_handing_over(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
     if T.RANKS in no.where:
         return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, prefill=1))
-    path = make(FAMILY.get(T.STATES) if T.STATES in no.where else "llama")
+    vllm_stand_in.install(monkeypatch)
+    path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
+    if T.OTHER_KV in no.where:
+        keep_others(monkeypatch)
+    return error_of(lambda: prepared(path, prefill=1, **VLLM))
+
+
+def of_scaling(no: No, make: Make) -> str:
+    scaling = {"enabled": True}
+    if T.RANKS in no.where:
+        return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, scaling=scaling))
+    path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
     kv: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
-    return error_of(lambda: prepared(path, prefill=1, **VLLM, **kv))
+    model = {"name": str(path), "dtype": "bfloat16"}
+    config = config_of({"num_blocks": 64, **VLLM, **kv}, model=model, scaling=scaling)
+    return error_of(lambda: prepare_model(config, 0, lambda _: None, on_gpu=False))
 
 
 def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -213,9 +237,8 @@ def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.Mon
         plan = plan_kv(model_config(make(family), engine), engine, "bfloat16")
         return error_of(lambda: plan_tiers(plan, 1 << 30, 0, packed_bytes=1 << 30))
     path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
-    kv: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
-    ranks = {} if T.STATES in no.where or kv else {"tensor_parallel_size": 2}
-    told = notices_of_vllm(path, monkeypatch, **kv, **ranks)
+    ranks = {"tensor_parallel_size": 2} if T.RANKS in no.where else {}
+    told = notices_of_vllm(path, monkeypatch, others=T.OTHER_KV in no.where, **ranks)
     [line] = [each for each in told.splitlines() if capability in each]
     return line
 
@@ -256,14 +279,14 @@ def said(
             return of_adapters(no, make, monkeypatch)
         case C.NGRAM_DRAFTS:
             return of_ngrams(no, make, monkeypatch)
-        case C.GRAMMARS | C.REASONING_BUDGET | C.PENALTIES | C.EMBEDDINGS:
-            return of_requests(capability)
         case C.IMAGES:
             return of_images()
+        case C.GRAMMARS | C.REASONING_BUDGET | C.EMBEDDINGS:
+            return of_requests(capability, no)
         case C.HAND_OVER:
-            return of_handing_over(no, make)
+            return of_handing_over(no, make, monkeypatch)
         case C.SCALING:
-            return error_of(lambda: config_of(VLLM, scaling={"enabled": True}))
+            return of_scaling(no, make)
         case C.WEIGHT_UPDATES:
             return of_weights(no, make)
         case C.MODEL_CHANGES:

@@ -156,8 +156,8 @@ def test_tools_schemas_and_turns_that_come_back(server: Served) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
     answer = chat.create(messages=[question], tools=[tool], tool_choice="required", **about)
     assert answer.choices[0].message.tool_calls[0].function.name == "weather"
-    with pytest.raises(openai.BadRequestError, match="bad_words"):
-        chat.create(messages=[question], extra_body={"bad_words": ["Paris"]}, **about)
+    banned = chat.create(messages=[question], extra_body={"bad_words": ["Paris"]}, **about)
+    assert "Paris" not in banned.choices[0].message.content
     turns = [{"role": "user", "content": "Once there was a town by the sea. " * 40}]
     before = 0
     for _ in range(3):

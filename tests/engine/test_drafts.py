@@ -14,6 +14,7 @@ from kvrelay.engine.scheduling.drafts import (
     MAX_ROW_COST,
     MAX_SLOWDOWN,
     NGRAM_SIZE,
+    SEARCHED_TOKENS,
     Draft,
     Drafts,
     NgramProposer,
@@ -101,13 +102,26 @@ def test_a_draft_of_a_periodic_text_is_periodic() -> None:
     assert NgramProposer(0.5).propose([5] * NGRAM_SIZE, 5) == []
 
 
-def test_numbers_of_any_bytes_are_found_only_where_tokens_begin() -> None:
-    """Bytes of neighbours look like a token that is not there."""
+def test_tokens_of_any_bits_are_found_only_where_they_are() -> None:
+    """Bits of neighbours look like a token that is not there."""
     rng = Random(3)
-    choices = [0, 1, 256, 65_536, 1 << 24, 257, (1 << 32) - 1]
+    choices = [0, 1, 256, 65_536, 1 << 20, 257, (1 << 21) - 2]
     for _ in range(300):
         tokens = rng.choices(choices, k=40)
         assert NgramProposer(0.5).propose(tokens, 3) == followers_of(tokens, 3)
+
+
+def test_a_long_text_is_searched_as_far_as_is_said_and_as_it_grows() -> None:
+    rng = Random(4)
+    near = [rng.randrange(1000, 50_000) for _ in range(SEARCHED_TOKENS - 10)]
+    tokens = [1, 2, 3, 4, *near, 1, 2, 3]
+    assert NgramProposer(0.5).propose(tokens, 1) == [4]
+    assert NgramProposer(0.5).propose([1, 2, 3, 4, *near, *range(100, 110), 1, 2, 3], 1) == []
+    proposer, whole = NgramProposer(0.5), list[int]()
+    for end in range(7, 3 * SEARCHED_TOKENS, 1111):  # more than it keeps
+        whole = [*whole, *(rng.randrange(30) for _ in range(end - len(whole)))]
+        last = whole[-SEARCHED_TOKENS:]
+        assert proposer.propose(whole, 1) == followers_of(last, 1)
 
 
 def test_the_acceptance_rate_counts_drafts_up_to_the_first_rejected_one() -> None:

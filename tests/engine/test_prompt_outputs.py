@@ -46,7 +46,7 @@ class Computed:
         return share.start
 
     def preempt(self, *, evict: bool) -> None:
-        self.scheduler._preempt(self.seq)
+        self.scheduler.preempt(self.seq)
         if evict:  # others need the memory
             blocks = self.kv.pool.allocate(NUM_BLOCKS)
             assert blocks is not None

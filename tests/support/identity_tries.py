@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from kvrelay.decode_worker.vllm.build import engine_facts
+from kvrelay.decode_worker.vllm.build import engine_facts, kv_identity
 from kvrelay.decode_worker.vllm.copies import Copies
 from kvrelay.engine import cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
@@ -59,19 +59,19 @@ def config_of(path: Path, runs: str) -> WorkerConfig:
     """That of a worker that starts with the checkpoint as it is now."""
     engine = EngineSection(num_blocks=64, max_model_len=256, block_size=BLOCK_SIZE)
     shape = read_config(path)
-    facts: dict[str, Any] | None = None
+    digest = shape.digest(path, 256)
     if runs == VLLM:
         copies = Copies()
         copies.register({"0": torch.zeros(2, 65, BLOCK_SIZE, 2, 8)}, 65)
         config = SimpleNamespace(model_config=SimpleNamespace(dtype="torch.float32"))
         vllm = SimpleNamespace(version="1", config=config, attention_backends=[], copies=copies)
-        facts = engine_facts({}, cast(Any, vllm), on_gpu=False)
+        digest = kv_identity(path, 256, engine_facts({}, cast(Any, vllm), on_gpu=False))
     plan = plan_kv(shape, engine, "float32")
     section = ModelSection(name=str(path))
     spec = WorkerSpec(
         *("c", "decode-0", Role.DECODE, 1, str(path), section, engine, TiersSection())
     )
-    found = worker_config(spec, plan, 256, shape.digest(path, 256, runs=runs, engine=facts))
+    found = worker_config(spec, plan, 256, digest)
     return structs.replace(found, num_disk_blocks=8, disk_bytes=8 << 20, num_object_blocks=8)
 
 

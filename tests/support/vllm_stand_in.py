@@ -4,26 +4,33 @@ Recorded from it: names and types of outputs, KV events (integers as hashes, the
 `extra_keys` of the first block, a Stored again where a block is reused), statistics after each
 step, what is raised for a token that the model does not have, and how a KV connector is called. The
 model is a hash: the next token depends on all before it, and with a temperature on the seed and on
-how many were drawn. KV of a token is a hash of all up to it; where what is in a block is not that,
-another token comes, and other KV of those that follow. Blocks are cached as they are allocated, and
-shared by requests that begin alike, in the same step too.
+how many were drawn, or without a seed on how many the engine has drawn. It is the largest of a row
+of logits, which bans and logits processors edit. KV of a token is a hash of all up to it; where
+what is in a block is not that, another token comes, and other KV of those that follow. Blocks are
+cached as they are allocated, and shared by requests that begin alike, in the same step too.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from kvrelay.decode_worker.vllm.form import Form, GroupForm
+from kvrelay.engine.model.checkpoint.families import read_config
+
 VOCAB = 256
 IMAGE_MARK, IMAGE_TOKEN = 250, 251
+NUM_LAYERS = 2
 WIDTH = 4  # numbers that a layer keeps of a token: a head's key and value
 
 
@@ -51,10 +58,12 @@ class _Request:
     tokens: list[int]
     params: Any
     salt: str
+    lora: str = ""  # its adapter's name
     num_drawn: int = 0
     num_cached: int = 0
     num_computed: int = -1  # tokens that have KV; -1: it has not been scheduled
     block_ids: list[int] = field(default_factory=list)
+    edits: list[Callable[[list[int], torch.Tensor], torch.Tensor]] = field(default_factory=list)
 
     @property
     def request_id(self) -> str:
@@ -65,9 +74,9 @@ class _Request:
         return len(self.tokens)
 
 
-def kv_of(tokens: list[int]) -> torch.Tensor:
+def kv_of(tokens: list[int], lora: str = "") -> torch.Tensor:
     return torch.frombuffer(
-        bytearray(blake2b(f"{tokens}".encode(), digest_size=8).digest()), dtype=torch.int16
+        bytearray(blake2b(f"{tokens}{lora}".encode(), digest_size=8).digest()), dtype=torch.int16
     ).float()
 
 
@@ -151,6 +160,10 @@ class LLMEngine:
     requests: dict[str, _Request] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)  # hash -> block, the oldest first
     users: dict[int, int] = field(default_factory=dict)  # block -> requests
+    processors: list[Any] = field(default_factory=list)
+    seed: int = 0
+    num_drawn: int = 0  # without a seed of the request
+    loras: dict[int, Any] = field(default_factory=dict)
 
     renderer: Renderer = field(default_factory=Renderer)
 
@@ -163,7 +176,7 @@ class LLMEngine:
         num_blocks, size = args.num_gpu_blocks_override, args.block_size
         cache = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=size)
         model = SimpleNamespace(
-            max_model_len=args.max_model_len,
+            max_model_len=512 if args.max_model_len < 0 else args.max_model_len,
             dtype="torch.float32",
             get_num_kv_heads=lambda parallel_config: 1,
         )
@@ -176,10 +189,9 @@ class LLMEngine:
             compilation_config=SimpleNamespace(static_forward_context={"layer 0": Attention}),
         )
         publisher = EventPublisherFactory.registered[args.kv_events_config.publisher]
-        kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(2)]
+        kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(NUM_LAYERS)]
         connectors = []
         if transfer is not None:
-            assert not args.async_scheduling
             made_by = getattr(
                 import_module(transfer.kv_connector_module_path), transfer.kv_connector
             )
@@ -188,17 +200,43 @@ class LLMEngine:
             connectors[1].register_kv_caches({f"layer {i}": each for i, each in enumerate(kv)})
         loggers = [each(config) for each in stat_loggers]
         made = cls(config, publisher(0), loggers, connectors, kv, list(range(1, num_blocks)))
+        made.processors = [each(config, None, False) for each in args.logits_processors]
+        made.seed = args.seed
         cls.made.append(made)
         return made
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
-    def add_request(self, key: str, prompt: dict[str, Any], params: Any) -> None:
+    def add_request(
+        self,
+        key: str,
+        prompt: dict[str, Any],
+        params: Any,
+        *,
+        priority: int = 0,
+        lora_request: Any = None,
+    ) -> None:
         tokens = list(prompt["prompt_token_ids"])
         if max(tokens) >= VOCAB:
             raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
-        self.requests[key] = _Request(key, tokens, params, prompt.get("cache_salt", ""))
+        assert params.seed is None or 0 <= params.seed < 1 << 63
+        made = [each.new_req_logits_processor(params) for each in self.processors]
+        request = _Request(key, tokens, params, prompt.get("cache_salt", ""))
+        request.edits = [each for each in made if each is not None]
+        if lora_request is not None:
+            assert lora_request.lora_int_id in self.loras
+            request.lora = lora_request.lora_name
+        self.requests[key] = request
+
+    def list_loras(self) -> set[int]:
+        return {*self.loras}
+
+    def add_lora(self, lora_request: Any) -> bool:
+        if not (Path(lora_request.lora_path) / "adapter_config.json").is_file():
+            raise ValueError(f"Loading lora {lora_request.lora_name} failed")
+        self.loras[lora_request.lora_int_id] = lora_request
+        return True
 
     def abort_request(self, keys: list[str]) -> None:
         for key in keys:
@@ -311,7 +349,7 @@ class LLMEngine:
         for at in range(first, end):
             is_right = at % size or not at or self._reads_its_own(request, at)
             for number, layer in enumerate(self.kv):
-                kv = kv_of(request.tokens[: at + 1]) + number + (not is_right)
+                kv = kv_of(request.tokens[: at + 1], request.lora) + number + (not is_right)
                 layer[request.block_ids[at // size], 0, at % size] = kv
 
     def _reads_its_own(self, request: _Request, end: int) -> bool:
@@ -320,7 +358,7 @@ class LLMEngine:
             bool(
                 (
                     layer[request.block_ids[at // size], 0, at % size]
-                    == kv_of(request.tokens[: at + 1]) + n
+                    == kv_of(request.tokens[: at + 1], request.lora) + n
                 ).all()
             )
             for at in range(size - 1, end, size)
@@ -329,10 +367,7 @@ class LLMEngine:
 
     def _advance(self, request: _Request) -> Any:
         params, is_first = request.params, request.num_drawn == 0
-        drawn = f"{params.seed} {request.num_drawn}" if params.temperature else ""
-        token = next_token(request.tokens, drawn)
-        if not self._reads_its_own(request, len(request.tokens)):
-            token = (token + 1) % VOCAB
+        token = self._sampled(request)
         request.tokens.append(token)
         request.num_drawn += 1
         if not is_first:
@@ -361,12 +396,35 @@ class LLMEngine:
             finished=finish is not None,
         )
 
+    def _sampled(self, request: _Request) -> int:
+        params, drawn = request.params, ""
+        if params.temperature and params.seed is not None:
+            drawn = f"{params.seed} {request.num_drawn}"
+        elif params.temperature:
+            self.num_drawn += 1
+            drawn = f"{self.seed} of the engine {self.num_drawn}"
+        token = next_token(request.tokens, drawn + request.lora)
+        if not self._reads_its_own(request, len(request.tokens)):
+            token = (token + 1) % VOCAB
+        row = -torch.arange(VOCAB, dtype=torch.float32).roll(token) / VOCAB
+        output = request.tokens[len(request.tokens) - request.num_drawn :]
+        for *begin, last in params._bad_words_token_ids or ():
+            if output[len(output) - len(begin) :] == begin:
+                row[last] = -torch.inf
+        if params.allowed_token_ids:
+            kept = row[params.allowed_token_ids]
+            row.fill_(-torch.inf)[params.allowed_token_ids] = kept
+        for each in request.edits:
+            row = each(output, row)
+        return int(row.argmax())
+
     def _names(self, request: _Request) -> list[tuple[int, int | None, list[int]]]:
         """Returns, for each full block before the last token, its hash, that before it, tokens."""
         size, parent, found = self.vllm_config.cache_config.block_size, None, []
         for start in range(0, len(request.tokens) - size, size):
             tokens = request.tokens[start : start + size]
-            name = int.from_bytes(blake2b(f"{parent} {tokens} {request.salt}".encode()).digest())
+            about = f"{parent} {tokens} {request.salt} {request.lora}"
+            name = int.from_bytes(blake2b(about.encode()).digest())
             found.append((name, parent, tokens))
             parent = name
         return found
@@ -380,7 +438,7 @@ class LLMEngine:
             self.cached[name] = self.cached.pop(name, block)
             images = [(each.image, 0) for each in tokens if isinstance(each, ImageToken)]
             salt = [request.salt] if request.salt and parent is None else []
-            keys = [(*images, *salt) or None]
+            keys = [(*((request.lora,) if request.lora else ()), *images, *salt) or None]
             about = {"block_size": size, "extra_keys": keys, "group_idx": 0}
             events.append(
                 BlockStored(
@@ -390,7 +448,24 @@ class LLMEngine:
         self.publisher.publish(SimpleNamespace(events=events))
 
 
-class EngineArgs(SimpleNamespace): ...
+class EngineArgs(SimpleNamespace):
+    logits_processors = ()
+    seed = 0
+
+
+def ask(python: str, asked: Mapping[str, Any], variables: Mapping[str, str]) -> Form:
+    """What vLLM would say of a checkpoint of ours: its layers have states, or keep KV as here."""
+    size, shape = asked["block_size"], read_config(Path(asked["model"]))
+    why_not = "states" if shape.recurrent is not None else ""
+    return Form(
+        "0.32.0",
+        max_model_len=shape.max_position_embeddings,
+        block_size=size,
+        weights_bytes=1 << 20,
+        bytes_per_block=NUM_LAYERS * size * WIDTH * 4,
+        groups=(GroupForm("full", NUM_LAYERS, 0, size, "float32"),),
+        why_not=why_not,
+    )
 
 
 class KVEventsConfig(SimpleNamespace): ...
@@ -399,12 +474,25 @@ class KVEventsConfig(SimpleNamespace): ...
 class SamplingParams(SimpleNamespace):
     def __init__(self, **given: Any) -> None:
         defaults = {"seed": None, "stop_token_ids": None, "min_tokens": 0, "logprobs": None}
-        defaults["logprob_token_ids"] = None
+        defaults |= {"logprob_token_ids": None, "extra_args": None, "allowed_token_ids": None}
+        defaults["_bad_words_token_ids"] = None
         super().__init__(**{**defaults, **given})
 
 
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+class AdapterLogitsProcessor:
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None: ...
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
-    """`import vllm` finds this from now on."""
+    """`import vllm` finds this from now on, and so does whoever asks for the form of KV."""
+    patch.setattr("kvrelay.decode_worker.vllm.form.ask", ask)
     parts: dict[str, dict[str, Any]] = {
         "vllm": {
             "EngineArgs": EngineArgs,
@@ -426,6 +514,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "EventPublisherFactory": EventPublisherFactory,
         },
         "vllm.v1": {},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": LoRARequest},
+        "vllm.v1.sample": {},
+        "vllm.v1.sample.logits_processor": {"AdapterLogitsProcessor": AdapterLogitsProcessor},
         "vllm.v1.metrics": {},
         "vllm.v1.metrics.loggers": {"StatLoggerBase": object},
         "vllm.sampling_params": {
@@ -438,7 +531,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
         for each, value in names.items():
             setattr(module, each, value)
         patch.setitem(sys.modules, name, module)
-    patch.delitem(sys.modules, "kvrelay.decode_worker.vllm.connector", raising=False)
+    for name in ("connector", "edits"):
+        patch.delitem(sys.modules, f"kvrelay.decode_worker.vllm.{name}", raising=False)
     patch.setattr(EventPublisherFactory, "registered", {})
     patch.setattr(LLMEngine, "made", [])
     patch.setattr(LLMEngine, "turns", None)

@@ -25,7 +25,6 @@ from kvrelay.worker.kv_plan import (
     auto_host_bytes,
     check_memory,
     kv_lines,
-    most_dtype,
     plan_kv,
     plan_tiers,
     resolve_max_model_len,
@@ -85,25 +84,6 @@ def test_workers_of_two_sizes_need_what_each_of_them_needs() -> None:
     check_memory([one, three, one], needed)
     with pytest.raises(BuildError, match=r"3 worker\(s\) need .*2 of them .*1 of them .* spare\),"):
         check_memory([one, three, one], needed - 1)
-
-
-def test_memory_for_the_copy_of_another_engines_kv_is_counted() -> None:
-    engine = EngineSection(runs="vllm", python="python", kv_cache_gib=1.0, block_size=32)
-    plan = plan_kv(MODEL, engine, "float32")
-    assert plan.needed_bytes == 2 * plan.kv_bytes + plan.weights_bytes + SPARE_BYTES
-    assert plan.host_needed_bytes(on_gpu=True) == plan.kv_bytes
-    check_memory([plan], plan.needed_bytes)
-    with pytest.raises(BuildError, match=r"\+ 1.00 KV \+ 1.00 its copy \+ "):
-        check_memory([plan], plan.needed_bytes - 1)
-    ranks = plan_kv(MODEL, structs.replace(engine, tensor_parallel_size=3), "float32")
-    assert ranks.copied_bytes == 0
-    windows = dataclasses.replace(MODEL, num_layers=12, windows=(*(512,) * 5, 0) * 2)
-    whole = plan_kv(dataclasses.replace(windows, windows=()), engine, "float32")
-    plan = plan_kv(windows, engine, "float32")
-    assert (plan.num_blocks, plan.kv_bytes) == (whole.num_blocks, whole.kv_bytes), "of all layers"
-    in_8_bits = plan_kv(MODEL, structs.replace(engine, kv_dtype="float8_e4m3"), "float32")
-    assert not in_8_bits.is_copied
-    assert most_dtype("auto", engine) == "bfloat16"
 
 
 def test_weights_in_eight_bits_leave_room_for_what_they_save() -> None:

@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,11 +20,13 @@ from msgspec import structs
 from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.decode_worker.vllm.build import arguments, build, check_blocks
+from kvrelay.decode_worker.vllm.arguments import arguments, check_blocks
+from kvrelay.decode_worker.vllm.build import build
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Cleared,
+    Copied,
     Generated,
     NotBegun,
     Removed,
@@ -40,9 +44,11 @@ from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.messages import Abort, Probe, Refused, TokenDeltas
 from kvrelay.engine.node import Exit, Send, Woken
-from kvrelay.engine.request import FinishReason, ReasoningBudget, Refusal, SamplingParams
+from kvrelay.engine.request import FinishReason, Pooling, ReasoningBudget, Refusal, SamplingParams
 from kvrelay.engine.stats import Role, RouterUp, WorkerStats
 from kvrelay.engine.weights import UpdateMode, UpdateWeights, WeightsUpdated, WeightVersion
+from kvrelay.engine.wire import channel
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
@@ -158,8 +164,13 @@ def test_what_vllm_holds_is_known_to_the_router_and_reused(cluster: LocalCluster
         GREEDY,
         replace(GREEDY, temperature=0.8, seed=7),
         replace(GREEDY, temperature=0.8, seed=7, presence_penalty=0.5),
+        replace(GREEDY, temperature=0.8, is_seeded=False),
+        replace(GREEDY, temperature=0.8, is_seeded=False, presence_penalty=0.5),
     ],
-    ids=["greedy", "seeded", "depends on which tokens are output"],
+    ids=[
+        *("greedy", "seeded", "depends on which tokens are output"),
+        *("of no seed", "of no seed, depends on which tokens are output"),
+    ],
 )
 def test_a_worker_that_dies_is_taken_over_from(
     cluster: LocalCluster, sampling: SamplingParams
@@ -181,7 +192,16 @@ def test_a_worker_that_dies_is_taken_over_from(
     assert cluster.status().totals.retries
     is_same = [each.tokens for each in answers] == expected
     # What is drawn is a function of the seed, and of how many were drawn since the prompt's end.
-    assert is_same is (sampling.temperature == 0 or sampling.presence_penalty > 0)
+    repeats = sampling.is_seeded and sampling.presence_penalty > 0
+    assert is_same is (sampling.temperature == 0 or repeats)
+    explanations = cluster.router.explanations
+    for answer in answers:
+        each = cluster.run(lambda of=answer: explanations.get(of.request_id))
+        assert each is not None
+        first, *others = each.attempts
+        assert not first.redraws
+        went_on = [a for a in others if a.num_tokens > each.num_prompt_tokens]
+        assert all(a.redraws is (sampling.temperature > 0) for a in went_on)
     assert {len(each.tokens) for each in answers} == {60}
     assert_clean(cluster)
 
@@ -322,6 +342,25 @@ def test_a_step_is_one_frame_and_a_probe_is_answered_from_what_came() -> None:
     assert not sent(node.receive(1.5, step(Generated("r/1", (1,)))), TokenDeltas)
 
 
+def test_a_block_that_is_there_before_its_tokens_waits_for_them() -> None:
+    node = worker()
+    node.receive(0.0, WORK)
+    [seq] = node.core.seqs.values()
+    checksums, block = node.core.kv.checksums, seq.block_ids[0]
+    node.receive(0.1, Copied("r/1", 0, (11,)))
+    assert block not in checksums
+    assert not seq.num_sealed
+    node.receive(0.2, step(Generated("r/1", (4,))))
+    assert not seq.num_sealed, "its last token has no KV before another one follows"
+    node.receive(0.3, step(Generated("r/1", (5,))))
+    assert checksums[block] == 11
+    assert seq.num_sealed == 1
+    node.receive(0.3, Copied("gone/1", 0, (12,)))
+    node.receive(0.4, Abort("r", 1))
+    node.receive(0.5, Copied("r/1", 1, (13,)))
+    assert 13 not in checksums.values()
+
+
 def test_what_vllm_says_that_it_holds_is_announced_where_nothing_is_copied() -> None:
     node = VllmWorker(CONFIG, ROLES, copies=False)
     node.receive(0.0, RouterUp(ROUTER))
@@ -359,12 +398,10 @@ def test_a_grammar_says_by_itself_when_it_may_end() -> None:
 def test_settings_of_ours_have_the_names_of_vllm() -> None:
     engine = replace_section(kv_dtype="float8_e4m3", cuda_graphs=False)
     model = ModelSection(dtype="bfloat16", quantization="fp8")
-    spec = WorkerSpec("none", "decode-0", Role.DECODE, 1, "", model, engine, TiersSection())
-    found = arguments(spec, engine, Path("m"))
+    found = arguments(model, engine, Path("m"), on_gpu=False)
     assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
     assert "enforce_eager" not in found, "its graphs on CPUs are the compiler's"
-    on_gpu = replace(spec, model=structs.replace(model, device="cuda"))
-    found = arguments(on_gpu, engine, Path("m"))
+    found = arguments(model, engine, Path("m"), on_gpu=True)
     assert found["enforce_eager"]
 
 
@@ -391,20 +428,21 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
         (replace(WORK, tokens=(1,) * 64), Refusal.CONTEXT_LENGTH, "64 tokens leave no room"),
         (replace(WORK, num_prompt_tokens=80), Refusal.NEVER_FITS, ""),
         (
-            replace(WORK, sampling=replace(GREEDY, bad_words=((1,),))),
+            replace(WORK, sampling=replace(GREEDY, pooling=Pooling.LAST)),
             Refusal.UNSUPPORTED,
-            "vLLM's bad_words are texts, not tokens",
+            "compute no embeddings",
         ),
         (
             replace(WORK, sampling=replace(GREEDY, reasoning=ReasoningBudget(4, 2))),
             Refusal.UNSUPPORTED,
-            "vLLM has no budget for reasoning",
+            "no budget for reasoning",
         ),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_words(work: Any, reason: Refusal, said: str) -> None:
     config = replace_config(num_blocks=8) if reason is Refusal.NEVER_FITS else CONFIG
-    [refused] = sent(VllmWorker(config, ROLES).receive(0.0, work), Refused)
+    node = VllmWorker(config, ROLES, edits=False)  # as on a GPU
+    [refused] = sent(node.receive(0.0, work), Refused)
     assert refused.reason is reason
     assert said in refused.detail
 
@@ -480,6 +518,12 @@ def test_its_process_finds_our_source_and_nothing_else_of_ours(
     ).stdout
     assert said.startswith(str(tmp_path / "source"))
     assert "/ours" not in said
+    ours = own_version()
+    own_version.cache_clear()
+    monkeypatch.setattr(channel, "version", Mock(side_effect=PackageNotFoundError))
+    monkeypatch.setenv(channel.VERSION_VARIABLE, env[channel.VERSION_VARIABLE])
+    assert own_version() == ours, "or the server would find its workers outdated, and restart them"
+    own_version.cache_clear()
     assert in_environment(sys.executable, ["python"], given)[1] == env  # the link is there
 
 
@@ -551,6 +595,10 @@ def test_a_block_after_an_unknown_one_has_no_name() -> None:
         (grammar_of("regex", "a+", {}), {"grammar": "start: /a+/"}),
         ('{"grammars": [{"json_schema": {"type": "null"}}]}', {"json": '{"type": "null"}'}),
         ('{"grammars": [{"lark_grammar": "start: @a"}, {"name": "a"}]}', {}),
+        (
+            '{"grammars": [{"lark_grammar": "start: @a"}, {"name": "a", "json_schema": {}}]}',
+            {"grammar": "start: %json {}"},
+        ),
         ("{", {}),
     ],
 )

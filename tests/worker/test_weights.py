@@ -144,7 +144,7 @@ def test_one_that_has_kv_of_both_is_an_ordinary_one_once_it_has_lost_it() -> Non
     assert seq.next_chain is not None
     world.deliver("decode", PauseWorker(PauseMode.KEEP))
     world.drain()
-    world.decode.core.scheduler._preempt(seq)
+    world.decode.core.scheduler.preempt(seq)
     assert seq.next_chain is None
     world.deliver("decode", PauseWorker(None))
     world.drain()

@@ -504,13 +504,15 @@ def _plan(
     """`n` choices of each prompt, in OpenAI's order. The first of all is the session's turn."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
+    is_seeded = request.seed is not None
     salt, about = salt_of(request, tenant), _about(ctx, request, tenant)
     need = ctx.need_of(request.model)
     for prompt in prompts:
         scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))
         about |= needing(need, scope)
         for i in range(request.n):
-            sampling = replace(prompt.sampling, seed=choice_seed(seed, i))
+            own_seed: dict[str, Any] = {"seed": choice_seed(seed, i), "is_seeded": is_seeded}
+            sampling = replace(prompt.sampling, **own_seed)
             if reading is not None and i:  # a chat tells those of its prompt once
                 sampling = replace(sampling, prompt_logprobs=None)
             session = None if choices else request.prompt_cache_key

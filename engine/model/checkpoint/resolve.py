@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvrelay.engine.cache_dir import default_cache_dir, file_digest, publish_dir
+from kvrelay.engine.identity import OWN, weight_files
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.mistral import PARAMS_FILE
 from kvrelay.engine.model.config import check_unchanged, versions_of
@@ -26,6 +27,8 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 CONSOLIDATED = "consolidated*"  # weights in Mistral's own format, mostly beside others
 ORIGINAL = "original/*"  # for Llama's own code
 CONFIG_FILES = ("config.json", "params.json", "generation_config.json", "hf_quant_config.json")
+CODE = "*.py"  # comes with some models, and another engine may run it; ours runs none
+CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 10.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -71,23 +74,40 @@ def resolve_model(
     *,
     cache_dir: Path | None = None,
     progress: Callable[[str], None],
+    runs: str = OWN,
 ) -> Path:
     """A checked Hugging Face directory for `name`: such a directory, a GGUF file, a name
     in PACKAGED, or a hub id ("owner/name") at `revision`. `progress` gets one line per stage.
-    Raises ModelError."""
-    cache = cache_dir or default_cache_dir()
+    `runs`: the engine that is to read it; another one's models are its own to check. Raises
+    ModelError."""
+    path = _found(name, revision, cache_dir or default_cache_dir(), progress, runs)
+    if runs == OWN:
+        read_config(path)
+    elif not any((path / each).is_file() for each in (CONFIG_FILE, PARAMS_FILE)):
+        raise ModelError(f"{path} has no {CONFIG_FILE}")
+    if not any((path / each).is_file() for each in TOKENIZER_FILES):
+        raise ModelError(f"{path} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    kinds = weight_files(runs)
+    if not any(any(path.glob(each)) for each in kinds):
+        raise ModelError(f"{path} has no {' or '.join(kinds)} file")
+    return path
+
+
+def _found(
+    name: str, revision: str, cache: Path, progress: Callable[[str], None], runs: str
+) -> Path:
     path = Path(name).expanduser()
     if revision:
         _check_revision(name, revision)
     if path.is_dir():
-        return _checked(path)
+        return path
     if packaged := PACKAGED.get(name):
-        parts = _parts(name, packaged)
-        return _checked(_convert(parts, packaged.sampling, cache, progress))
+        return _convert(_parts(name, packaged), packaged.sampling, cache, progress)
     if path.is_file():
-        return _checked(_convert([path], {}, cache, progress))
+        return _convert([path], {}, cache, progress)
     if _HUB_ID.fullmatch(name) and path.suffix != ".gguf":
-        return _checked(_download(name, revision, progress))
+        files = HUB_FILES if runs == OWN else (*HUB_FILES, CODE)
+        return _download(name, revision, progress, files)
     raise ModelError(
         f"no model {name}: it is not a directory, a .gguf file, {', '.join(PACKAGED)} or a hub id"
     )
@@ -125,15 +145,6 @@ def _check_revision(name: str, revision: str) -> None:
             f"model.revision = {revision!r}: only a model of the hub (owner/name) has revisions,"
             f" and {name} is none; leave it out"
         )
-
-
-def _checked(path: Path) -> Path:
-    read_config(path)
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise ModelError(f"{path} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
-    if not any(path.glob("*.safetensors")):
-        raise ModelError(f"{path} has no *.safetensors file")
-    return path
 
 
 def _parts(name: str, packaged: Packaged) -> list[Path]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvrelay.engine.kv.runs import LONGEST
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.kvtransfer.agent import DAMAGED, MISSING, UNKNOWN, CopyDone, StoreListed
 from tests.kvtransfer.tiers.tier_world import TierWorld, content, names
@@ -57,6 +58,29 @@ def test_a_list_pushes_nothing_out_and_a_router_does() -> None:
     assert {7, 8} < set(world.held(OBJECT))
     world.tiers.advance(world.now)
     assert removed(world) == [], "they are in the store still"
+    world.tiers.check_integrity()
+
+
+def test_of_a_long_session_that_is_known_to_be_stored_the_ends_of_runs_are_looked_at() -> None:
+    world = world_of(num_objects=3 * LONGEST)
+    session = [number.to_bytes(2) for number in range(2 * LONGEST + 2)]
+    looked_at: list[int] = []
+
+    class Names(list[bytes]):
+        def __getitem__(self, at: Any) -> Any:
+            if isinstance(at, slice):
+                return Names(list.__getitem__(self, at))
+            return list.__getitem__(self, at)
+
+        def __iter__(self) -> Any:
+            looked_at.append(len(self))
+            return list.__iter__(self)
+
+    world.tiers.expect_stored(world.now, Names(session[:-1]))
+    assert looked_at == [LONGEST, LONGEST, 1]
+    world.tiers.expect_stored(world.now, Names(session))
+    assert looked_at == [LONGEST, LONGEST, 1, 2], "what the turn has added, and its run"
+    assert world.tiers.num_blocks(OBJECT) == len(session)
     world.tiers.check_integrity()
 
 

@@ -121,11 +121,11 @@ class TiersMachine(RuleBasedStateMachine):
         self.world.tiers.promote(chain(session, 8))
         self.world.advance()
 
-    @rule(action=st.sampled_from(CacheAction), session=SESSIONS, length=LENGTHS)
-    def order(self, action: CacheAction, session: int, length: int) -> None:
+    @rule(action=st.sampled_from(CacheAction), session=SESSIONS, length=LENGTHS, lazy=st.booleans())
+    def order(self, action: CacheAction, session: int, length: int, lazy: bool) -> None:
         self.orders += 1
         numbers = [name[0] for name in chain(session, length)]
-        self.world.order(action, *numbers, order_id=str(self.orders))
+        self.world.order(action, *numbers, order_id=str(self.orders), lazy=lazy)
         self.world.advance()
 
     @rule(after_s=st.sampled_from([0.1, 1.0, 5.0, 31.0]))

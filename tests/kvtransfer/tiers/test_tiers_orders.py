@@ -32,6 +32,19 @@ def test_parked_blocks_leave_the_device_and_are_written_to_disk_at_once() -> Non
     world.assert_idle()
 
 
+def test_blocks_that_are_parked_lazily_are_below_the_device_and_stay_while_there_is_room() -> None:
+    world = TierWorld(host=16, disk=16, disk_after_s=60.0)
+    world.serve(1, 2, 3)
+    world.order(PARK, 1, 2, 3, lazy=True)
+    assert world.answer() == 3
+    world.settle()
+    assert world.held(DEVICE) == world.held(HOST) == world.held(DISK) == [1, 2, 3]
+    size = world.kv.pool.num_blocks
+    world.kv.pool.release(world.kv.pool.allocate(size) or [])
+    assert world.held(DEVICE) == []
+    world.assert_idle()
+
+
 def test_blocks_that_are_being_copied_are_parked_when_that_is_done() -> None:
     world = TierWorld(host=16, disk=16)
     world.kv.pool.release(world.seal(names(1, 2, 3)))

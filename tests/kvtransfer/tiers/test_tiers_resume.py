@@ -58,12 +58,24 @@ def test_nothing_behind_a_missing_block_is_resumed() -> None:
     world.assert_idle()
 
 
-def test_a_session_is_resumed_into_a_quarter_of_the_device_at_most() -> None:
-    world = parked_world(device=16)
+def test_a_resumed_session_evicts_a_quarter_of_the_device_at_most() -> None:
+    world = parked_world(host=32, device=16)
+    world.serve(*range(20, 36))
     world.order(RESUME, *range(8))
     world.settle()
     assert world.answer() == 4
-    assert world.held(DEVICE) == [0, 1, 2, 3]
+    assert world.held(DEVICE) == [*range(4), *range(24, 36)]
+
+
+def test_a_session_is_resumed_into_all_blank_memory_but_what_is_left_to_requests() -> None:
+    world = TierWorld(device=16, host=16)
+    world.serve(*range(16))
+    world.rest()
+    world.clear_device()
+    world.order(RESUME, *range(16))
+    world.settle()
+    assert world.answer() == 14
+    assert world.held(DEVICE) == [*range(14)]
 
 
 def test_resuming_leaves_blocks_to_requests_and_ends_at_its_deadline() -> None:

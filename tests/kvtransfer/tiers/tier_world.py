@@ -216,8 +216,10 @@ class TierWorld:
         """Everything that no request uses leaves the device."""
         self.kv.pool.evict(self.kv.pool.block_hashes())
 
-    def order(self, action: CacheAction, *numbers: int, order_id: str = "o") -> None:
-        order = CacheOrder(order_id, "router", action, tuple(names(*numbers)))
+    def order(
+        self, action: CacheAction, *numbers: int, order_id: str = "o", lazy: bool = False
+    ) -> None:
+        order = CacheOrder(order_id, "router", action, tuple(names(*numbers)), lazy)
         self.perform(self.tiers.order(self.now, order))
 
     def answer(self) -> int:

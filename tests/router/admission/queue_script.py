@@ -25,6 +25,7 @@ class QueueScript:
         priority: int = 0,
         caller: str = "",
         root: str = "",
+        needs: int = 1,
         **share: float,
     ) -> RequestRecord:
         self.num_pushed += 1
@@ -41,7 +42,7 @@ class QueueScript:
             root=root,
         )
         record = RequestRecord(submit, submit.sampling, self.num_pushed, 0.0, 60.0, 0.0)
-        self.queue.push(record, units)
+        self.queue.push(record, units, num_held=1 - needs)
         return record
 
     def serve(self) -> RequestRecord | None:

@@ -281,3 +281,63 @@ def test_sums_by_size_are_about_right(units: list[float], each: float) -> None:
     exact = sum(min(own, each) for own in units[1:])
     about = loads.up_to(each, without=units[0])
     assert exact - 1e-6 <= about <= 2 * exact + 1e-6
+
+
+WAITING = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c"]),  # its caller,
+        st.sampled_from(["", "x", "y"]),  # its agent,
+        st.integers(1, 30),  # the memory that it needs, and whether it is late
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WAITING, st.lists(st.tuples(st.integers(1, 32), st.booleans()), max_size=20))
+def test_what_fits_is_found_as_if_all_were_looked_at(waiting, looks) -> None:
+    s = QueueScript()
+    for caller, root, needs, is_late in waiting:
+        record = s.push(caller=caller, root=root, needs=needs)
+        if is_late:
+            s.queue.put_late(record)
+    for less_than, leaves in looks:
+        level, flow = s.queue.find(0, "")
+        if level is None or flow is None:
+            return
+        order = [
+            entry
+            for caller in flow._turns[False]
+            for agent in caller._turns[False]
+            for entry in agent.on_time.values()
+        ]
+        fits = next((entry for entry in order if entry.needs < less_than), None)
+        assert flow.first({}, (), less_than, is_late=False) is fits
+        s.queue.check_integrity()
+        if leaves and fits is not None:
+            s.queue.charge(0.0, fits.record)
+
+
+def test_where_nothing_fits_a_pass_looks_at_none_of_a_thousand() -> None:
+    s = QueueScript()
+    for number in range(1000):
+        s.push(caller=f"c{number % 10}", root=f"a{number % 100}", needs=500 + number)
+    small = s.push(caller="c0", root="a0", needs=10)
+    _, flow = s.queue.find(0, "")
+    assert flow is not None
+    s.queue.settle(small, 0.0)  # the least of all has left
+    looked = []
+
+    class Skip(set[str]):
+        def __contains__(self, request_id: object) -> bool:
+            looked.append(request_id)
+            return False
+
+    assert flow.first(Skip(), (), 400, is_late=False) is None
+    assert flow.least_needs[False] == 500
+    found = flow.first(Skip(), (), 501, is_late=False)
+    assert found is not None
+    assert found.needs == 500
+    assert looked == [found.record.request_id]

@@ -28,6 +28,7 @@ def test_idle_sessions_are_parked_and_a_turn_or_a_resume_starts_the_time_anew() 
     script.pass_time(1.5)
     ((worker, order),) = script.obey()
     assert (worker, order.action, order.block_hashes) == ("decode-0", CacheAction.PARK, names)
+    assert order.lazy  # nobody has asked for the memory
     assert script.show("s").state is SessionState.PARKED
     script.pass_time(100.0)
     assert script.obey() == []  # once

@@ -138,8 +138,8 @@ def test_info_says_where_the_blocks_are() -> None:
     assert info.num_blocks == 7
     assert [(holder.worker, holder.num_blocks) for holder in info.holders] == [
         ("decode-1", {Tier.DEVICE: 1, Tier.HOST: 7, Tier.DISK: 4}),
-        ("decode-0", {Tier.DEVICE: 2, Tier.HOST: 3}),
         ("prefill-0", {Tier.DEVICE: 7}),
+        ("decode-0", {Tier.DEVICE: 2, Tier.HOST: 3}),
     ]
 
 
@@ -242,6 +242,28 @@ def test_resume_asks_the_worker_that_would_go_on() -> None:
     script.command("resume", "s")
     assert [(to, order.action) for to, order in script.obey()] == [("decode-1", CacheAction.RESUME)]
     assert script.one(SessionReply).sessions[0].state is SessionState.IDLE
+
+
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [
+        ({"decode-0": 0, "prefill-0": 7}, "prefill-0"),  # it decoded, and holds nothing now
+        ({"decode-0": 3, "prefill-0": 7}, "prefill-0"),
+        ({"decode-0": 4, "prefill-0": 7}, "decode-0"),
+        ({"decode-0": 2, "decode-1": 7, "prefill-0": 7}, "decode-1"),
+        ({"decode-0": 0}, "decode-0"),  # its events may not have come yet
+    ],
+)
+def test_resume_asks_who_holds_the_session(held: dict[str, int], asked: str) -> None:
+    script = SessionScript("decode-0")
+    names = names_of(script.turn("s", range(30)))
+    for worker, num_blocks in held.items():
+        if worker != "decode-0":
+            script.up(worker)
+        script.holds(worker, host=names[:num_blocks])
+    script.sent.clear()
+    script.command("resume", "s")
+    assert [to for to, _ in script.obey()] == [asked]
 
 
 def test_a_fork_has_the_same_tokens_and_a_life_of_its_own() -> None:

@@ -132,6 +132,13 @@ imagePullSecrets:
 {{- if .Values.tenants.existingSecret -}}
 {{- $_ := set $own "tenants" (dict "file" "/etc/kvrelay-tenants/tenants.toml") -}}
 {{- end -}}
+{{- if .Values.events.port -}}
+{{- $events := dict "endpoint" (printf "tcp://*:%d" (int .Values.events.port)) -}}
+{{- if .Values.events.replayPort -}}
+{{- $_ := set $events "replay_endpoint" (printf "tcp://*:%d" (int .Values.events.replayPort)) -}}
+{{- end -}}
+{{- $_ := set $own "events" $events -}}
+{{- end -}}
 {{- if .Values.tls.existingSecret -}}
 {{- $_ := set $own "tls" (dict "api" true "cert" "/etc/kvrelay-tls/tls.crt" "key" "/etc/kvrelay-tls/tls.key") -}}
 {{- end -}}
@@ -161,6 +168,21 @@ imagePullSecrets:
 {{- /* Names of the routers' ports: "http", "http-1" and so on. */ -}}
 {{- define "kvrelay.portName" -}}
 http{{ if . }}-{{ . }}{{ end }}
+{{- end -}}
+
+{{- /* Ports of KV events, of each router: "events", "replay", "events-1" and so on, as a map. */ -}}
+{{- define "kvrelay.eventPorts" -}}
+{{- $ports := dict -}}
+{{- range $i := until (include "kvrelay.routers" . | int) -}}
+{{- $behind := ternary (printf "-%d" $i) "" (gt $i 0) -}}
+{{- if $.Values.events.port -}}
+{{- $_ := set $ports (printf "events%s" $behind) (add $.Values.events.port $i) -}}
+{{- if $.Values.events.replayPort -}}
+{{- $_ := set $ports (printf "replay%s" $behind) (add $.Values.events.replayPort $i) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $ports -}}
 {{- end -}}
 
 {{- /* Environment of all processes that load models. */ -}}

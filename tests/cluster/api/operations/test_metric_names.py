@@ -124,6 +124,13 @@ def test_counters_of_what_goes_wrong_begin_at_zero_where_a_worker_counts() -> No
     assert value("kvrelay_wire_events_total", event="lost") == 0
 
 
+def test_kv_events_are_counted_where_they_are_published() -> None:
+    value = scrape_of({"kv_events": {"batches": 3, "dropped": 0}})
+    assert value("kvrelay_kv_events_total", event="batches") == 3
+    assert value("kvrelay_kv_events_total", event="dropped") == 0
+    assert scrape_of({})("kvrelay_kv_events_total", event="batches") is None
+
+
 def test_reads_are_by_source_and_peer() -> None:
     rates = ReadRates(None, None)  # type: ignore[arg-type]
     rates.add(None, 100, 0.5, "prefill-0")

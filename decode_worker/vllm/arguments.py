@@ -1,0 +1,92 @@
+"""What vLLM gets of our settings: its EngineArgs, and variables of its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.worker.kv_plan import BuildError
+
+VLLM_KV_DTYPES = {"float8_e4m3": "fp8_e4m3"}
+CPU_BLOCK = 32  # vLLM's attention on CPUs takes multiples of it
+# How many processes of vLLM share a model, and by what: none of it changes what is computed.
+SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+    "enable_expert_parallel",
+    "distributed_executor_backend",
+)
+OF_SERVING = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override")
+
+
+def check_blocks(engine: EngineSection, *, on_gpu: bool) -> None:
+    """Raises BuildError where vLLM has no attention for blocks of this size."""
+    if not on_gpu and engine.block_size % CPU_BLOCK:
+        raise BuildError(
+            f"engine.block_size = {engine.block_size}: vLLM's attention on CPUs takes multiples of"
+            f" {CPU_BLOCK}; set it to {CPU_BLOCK}"
+        )
+
+
+def environment(*, on_gpu: bool) -> dict[str, str]:
+    """Settings of vLLM that are variables of its process."""
+    found = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if on_gpu:
+        return found
+    # Bound to as many cores as it has threads, it would be to those of the other workers as well.
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+    return {**found, **bind, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def arguments(
+    model: ModelSection, engine: EngineSection, path: Path, *, on_gpu: bool
+) -> dict[str, Any]:
+    """What vLLM's EngineArgs get; those of engine.arguments go before all others."""
+    found: dict[str, Any] = {
+        "model": str(path),
+        "dtype": model.dtype,
+        "block_size": engine.block_size,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": max(engine.max_num_batched_tokens, engine.max_num_seqs),
+        "tensor_parallel_size": engine.tensor_parallel_size,
+        "enable_prefix_caching": True,
+        "structured_outputs_config": {"backend": "guidance"},
+    }
+    if engine.max_model_len:
+        found["max_model_len"] = engine.max_model_len
+    if engine.num_blocks:
+        found["num_gpu_blocks_override"] = engine.num_blocks + 1  # on CPUs as well
+    elif engine.kv_cache_gib:
+        found["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * (1 << 30))
+    if model.quantization != "none":
+        found["quantization"] = model.quantization
+    if engine.kv_dtype != "auto":
+        found["kv_cache_dtype"] = VLLM_KV_DTYPES[engine.kv_dtype]
+    if on_gpu:
+        found["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        found["enforce_eager"] = not engine.cuda_graphs
+    return found | engine.arguments
+
+
+def asked_arguments(
+    model: ModelSection, engine: EngineSection, path: Path, *, on_gpu: bool
+) -> dict[str, Any]:
+    """Those on which the form of KV depends, of one process that would have all of the model."""
+    without = {*SIZES, *OF_SERVING, "max_model_len", "kv_cache_memory_bytes"}
+    found = arguments(model, engine, path, on_gpu=on_gpu)
+    return {name: value for name, value in found.items() if name not in without}
+
+
+def num_processes(engine: EngineSection) -> int:
+    """That one worker has of vLLM: more than one of them copy no KV."""
+    given: Mapping[str, Any] = engine.arguments
+    sizes = [given.get(name, 1) for name in SIZES if name.endswith("_parallel_size")]
+    found = engine.tensor_parallel_size if "tensor_parallel_size" not in given else 1
+    for size in sizes:
+        found *= size if isinstance(size, int) and size > 0 else 1
+    return found
