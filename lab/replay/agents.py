@@ -59,8 +59,12 @@ class Draw:
     start_rate: float | None = None  # sessions/s, by a Poisson process; None: all start at once
     think_scale: float = 1.0
     max_input: int | None = None  # a session ends before a longer prompt
+    max_think_s: float = float("inf")  # longer ones count as this, before they are scaled
     share_prompts: bool = False  # system prompts and tools of equal lengths are equal
     seed: int = 0
+
+    def think_s(self, turn: _Turn) -> float:
+        return min(turn.think_s, self.max_think_s) * self.think_scale
 
 
 @dataclass(slots=True, eq=False)
@@ -305,7 +309,7 @@ class _Blocks:
                 is_longer = before is not None and goes_on and len(before.ids) > len(ids)
                 ids.append(before.ids[-1] if before and is_longer else next(self._next))
             ends_s = [placed[each].at_s + each.ends_s - each.starts_s for each in turn.after]
-            at_s = max(ends_s, default=start_s) + turn.think_s * draw.think_scale
+            at_s = max(ends_s, default=start_s) + draw.think_s(turn)
             each = placed[turn] = last[turn.agent] = _Placed(
                 turn, session.name, at_s, _packed(ids), shared
             )
@@ -379,7 +383,7 @@ def _closed_loop(
                 block_ids=each.ids,
                 session=each.session,
                 after=tuple(numbered[before] for before in turn.after),
-                think_s=turn.think_s * draw.think_scale,
+                think_s=draw.think_s(turn),
                 turn=turn.index,
                 reusable=each.reusable,
             )

@@ -68,6 +68,12 @@ def test_a_turn_waits_for_the_one_before_and_thinks(tmp_path: Path) -> None:
     assert [request.turn for request in trace.requests] == [0, 1, 2]
 
 
+def test_a_longer_think_time_counts_as_the_longest(tmp_path: Path) -> None:
+    trace = read(tmp_path, GROWS, max_think_s=5.0, think_scale=0.5)
+    assert [request.think_s for request in trace.requests] == [0.0, 2.5, 2.5]
+    assert read(tmp_path, GROWS, max_think_s=8.0).requests[1].think_s == 8.0
+
+
 def test_the_ids_of_a_prompt_take_four_bytes_each(tmp_path: Path) -> None:
     far = session("far", turn(0, 200, 30, first_id=1 << 40), turn(9, 300, 5, first_id=1 << 40))
     for request in read(tmp_path, GROWS, far).requests:
