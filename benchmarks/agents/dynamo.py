@@ -41,13 +41,13 @@ GIB = 1 << 30
 BLOCK = 64  # tokens, as in the published sessions; ours are of `--block-size`
 MAX_SEQS, MAX_BATCHED_TOKENS = 64, 8192
 PROBED = tuple(range(512, MAX_BATCHED_TOKENS + 1, 512))  # tokens of prompts that are timed alone
-FILLS = tuple(share / 20 for share in range(1, 19))  # of the pool, at which a decode step is timed
+FILLS = tuple(share / 20 for share in range(1, 19))  # shares of the pool that a timed step uses
 
 
 def by_agents(trace: Trace) -> Trace:
     """As both simulators can replay it: each agent is a session, a chain of turns."""
     last: dict[str, int] = {}
-    names: dict[int, str] = {}  # of agents, by request
+    names: dict[int, str] = {}  # by request: its agent
     requests: list[TraceRequest] = []
     for number, request in enumerate(trace.requests):
         own = [
