@@ -483,7 +483,8 @@ def load_traffic(traffic: str, options: dict[str, Any]) -> Trace:
     if wants_sessions or draw_of(options) != Draw(seed=options["seed"]):
         raise BadInputError(
             "--at-once is for sessions of agents, and so are --sessions, --start-rate, "
-            f"--think-scale and --max-input; {traffic} has requests that come in their time"
+            f"--think-scale, --max-think-s and --max-input; {traffic} has requests that come in "
+            "their time"
         )
     name = traffic.removeprefix(SYNTHETIC)
     if name not in PRESETS:

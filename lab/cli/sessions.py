@@ -29,6 +29,7 @@ def session_options(command: F) -> F:
             click.option("--sessions", type=click.IntRange(min=1), help="Drawn by --seed."),
             click.option("--start-rate", type=above_0, help="Sessions/s; default: all at once."),
             click.option("--think-scale", type=click.FloatRange(min=0), help="Of think times."),
+            click.option("--max-think-s", type=above_0, help="Longer think times count as this."),
             click.option("--max-input", type=click.IntRange(min=1), help="Of a session's prompts."),
             click.option(
                 "--at-once", type=click.IntRange(min=1), help="At most; then as one ends."
@@ -46,7 +47,15 @@ def session_options(command: F) -> F:
 
 
 def draw_of(options: dict[str, Any]) -> Draw:
-    names = ("sessions", "start_rate", "think_scale", "max_input", "share_prompts", "seed")
+    names = (
+        "sessions",
+        "start_rate",
+        "think_scale",
+        "max_think_s",
+        "max_input",
+        "share_prompts",
+        "seed",
+    )
     return Draw(**{name: options[name] for name in names if options[name] is not None})
 
 

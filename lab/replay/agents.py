@@ -20,6 +20,7 @@ headers; the router tells the two apart.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,8 +59,12 @@ class Draw:
     start_rate: float | None = None  # sessions/s, by a Poisson process; None: all start at once
     think_scale: float = 1.0
     max_input: int | None = None  # a session ends before a longer prompt
+    max_think_s: float = float("inf")  # longer ones count as this, before they are scaled
     share_prompts: bool = False  # system prompts and tools of equal lengths are equal
     seed: int = 0
+
+    def think_s(self, turn: _Turn) -> float:
+        return min(turn.think_s, self.max_think_s) * self.think_scale
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +77,7 @@ class _Turn:
     ends_s: float
     input_length: int
     output_length: int
-    hash_ids: list[int]
+    hash_ids: array[int]  # there are a million of them in a long session
     after: list[_Turn] = field(default_factory=list)
     think_s: float = 0.0
 
@@ -235,7 +240,14 @@ def _turn(request: dict[str, Any], agent: int, start_s: float, block_tokens: int
             f"hash_ids has {len(ids)} ids; an input of {input_length} tokens has {whole} whole "
             f"blocks of {block_tokens}"
         )
-    return _Turn(agent, 0, starts_s, starts_s + took_s, input_length, output_length, ids[:whole])
+    return _Turn(
+        agent, 0, starts_s, starts_s + took_s, input_length, output_length, _packed(ids[:whole])
+    )
+
+
+def _packed(ids: Sequence[int]) -> array[int]:
+    """In four bytes each where they fit: lists would take a gigabyte for 300 sessions."""
+    return array("I" if max(ids, default=0) < 1 << 32 else "Q", ids)
 
 
 def _cut(session: _Session, max_input: int | None) -> _Session:
@@ -264,7 +276,7 @@ class _Placed:
     turn: _Turn
     session: str
     at_s: float  # if each answer takes as long as published
-    ids: list[int]
+    ids: array[int]
     reusable: int  # tokens
     number: int = 0  # the request's
 
@@ -297,8 +309,10 @@ class _Blocks:
                 is_longer = before is not None and goes_on and len(before.ids) > len(ids)
                 ids.append(before.ids[-1] if before and is_longer else next(self._next))
             ends_s = [placed[each].at_s + each.ends_s - each.starts_s for each in turn.after]
-            at_s = max(ends_s, default=start_s) + turn.think_s * draw.think_scale
-            each = placed[turn] = last[turn.agent] = _Placed(turn, session.name, at_s, ids, shared)
+            at_s = max(ends_s, default=start_s) + draw.think_s(turn)
+            each = placed[turn] = last[turn.agent] = _Placed(
+                turn, session.name, at_s, _packed(ids), shared
+            )
             if before is not None and goes_on:
                 each.reusable = before.turn.input_length
                 self._add_answer(before, each, size)
@@ -366,10 +380,10 @@ def _closed_loop(
                 at_s=each.at_s,
                 input_length=turn.input_length,
                 output_length=turn.output_length,
-                block_ids=tuple(each.ids),
+                block_ids=each.ids,
                 session=each.session,
                 after=tuple(numbered[before] for before in turn.after),
-                think_s=turn.think_s * draw.think_scale,
+                think_s=draw.think_s(turn),
                 turn=turn.index,
                 reusable=each.reusable,
             )

@@ -92,6 +92,12 @@ def hash_ids(line: dict[str, Any], key: str = "hash_ids") -> list[int]:
     value = member(line, key)
     if not isinstance(value, list):
         raise BadValueError(f"{key} is {shown(value)}; expected a list of whole numbers")
+    if (
+        {*map(type, value)} <= {int}
+        and min(value, default=0) >= 0
+        and max(value, default=0) <= MAX_ID
+    ):
+        return value
     for item in value:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item <= MAX_ID:
             raise BadValueError(f"{key} has {shown(item)}; expected whole numbers, 0 or more")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain, islice, pairwise
@@ -186,7 +186,7 @@ def _mended(name: str, requests: list[TraceRequest], notes: list[str]) -> Trace:
     )
 
 
-def _chained(prompts: Iterable[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], int]:
+def _chained(prompts: Iterable[Sequence[int]]) -> tuple[list[tuple[int, ...]], int]:
     """Prompts in which equal ids mean equal beginnings, by a new id for each (what precedes, id);
     and how many ids had to be made different."""
     names: dict[tuple[int, int], int] = {}

@@ -8,7 +8,7 @@ import gc
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -136,7 +136,7 @@ class Replay:
         self._left = Counter(request.session for request in trace.requests)  # by session
         self._num_sessions = 0  # under way
         # By session, the prompt that was made last: a turn's is made of the one before it.
-        self._prompts: dict[str | None, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._prompts: dict[str | None, tuple[Sequence[int], tuple[int, ...]]] = {}
         self._is_full = False  # the next session waits for the end of one
         self._num_ended = 0
         self._is_closed = trace.is_closed

@@ -13,7 +13,7 @@ conversation's earlier prompts and answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count, islice, pairwise
@@ -29,7 +29,7 @@ class TraceRequest:
     at_s: float  # arrival, from the start of the trace
     input_length: int  # tokens
     output_length: int
-    block_ids: tuple[int, ...] = ()  # the last one may be partial
+    block_ids: Sequence[int] = ()  # the last one may be partial
     session: str | None = None
     tenant: str = ""
     priority: int = 0

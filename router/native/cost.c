@@ -176,7 +176,7 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
         num_behind += num_behind_beside;
     }
     p.seconds.load = in->load_s;
-    p.seconds.fetch = in->fetch_s;
+    p.seconds.fetch = fmax(0.0, in->fetch_s - in->load_s); /* both at once, over different links */
     p.seconds.delay = num_behind * p.seconds.prefill;
     p.seconds.stall = p.computing_s * w->beside;
     add_terms(c, w, AT_COMPUTING, &p);

@@ -75,7 +75,7 @@ class Seconds(NamedTuple):
 
     queue: Annotated[float, Term("waiting for shorter prompts, which go first", COMPUTING)] = 0.0
     load: Annotated[float, Term("reading KV from its own lower tiers", READING)] = 0.0
-    fetch: Annotated[float, Term("reading KV from a peer that holds more", READING)] = 0.0
+    fetch: Annotated[float, Term("KV from a peer that holds more, beyond that", READING)] = 0.0
     prefill: Annotated[float, Term("computing the tokens that are missing then", COMPUTING)] = 0.0
     transfer: Annotated[float, Term("reading KV of the prefill worker, once it has computed")] = 0.0
     # And computing it after all. `fetch` has the same of a peer.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.agents.dynamo import by_agents, rows
 from kvrelay.lab.cli.replay import replay_command
 from kvrelay.lab.replay.agents import Draw
 from kvrelay.lab.replay.at_once import most_at_once
@@ -65,6 +66,33 @@ def test_a_turn_waits_for_the_one_before_and_thinks(tmp_path: Path) -> None:
     assert [request.after for request in trace.requests] == [(), (0,), (1,)]
     assert [request.think_s for request in trace.requests] == [0.0, 4.0, 4.0]
     assert [request.turn for request in trace.requests] == [0, 1, 2]
+
+
+def test_a_longer_think_time_counts_as_the_longest(tmp_path: Path) -> None:
+    trace = read(tmp_path, GROWS, max_think_s=5.0, think_scale=0.5)
+    assert [request.think_s for request in trace.requests] == [0.0, 2.5, 2.5]
+    assert read(tmp_path, GROWS, max_think_s=8.0).requests[1].think_s == 8.0
+
+
+def test_the_ids_of_a_prompt_take_four_bytes_each(tmp_path: Path) -> None:
+    far = session("far", turn(0, 200, 30, first_id=1 << 40), turn(9, 300, 5, first_id=1 << 40))
+    for request in read(tmp_path, GROWS, far).requests:
+        count = -(-request.input_length // BLOCK)
+        assert memoryview(request.block_ids).nbytes == 4 * count  # type: ignore[arg-type]
+
+
+def test_for_a_peer_each_agent_is_a_chain_of_turns(tmp_path: Path) -> None:
+    chains = by_agents(read(tmp_path, DELEGATES))
+    by_name: dict[str | None, list[TraceRequest]] = {}
+    for each in chains.requests:
+        by_name.setdefault(each.session, []).append(each)
+    assert sorted([r.input_length for r in its] for its in by_name.values()) == [
+        [128, 260], [128, 260], [200, 300],
+    ]  # fmt: skip
+    made = list(rows(chains))
+    assert ["delay" in row for row in made] == [bool(r.turn) for r in chains.requests]
+    assert all("timestamp" in row for row in made if "delay" not in row)
+    assert not chains.answers
 
 
 def test_an_answer_is_part_of_the_next_prompt(tmp_path: Path) -> None:

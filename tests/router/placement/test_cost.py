@@ -342,7 +342,7 @@ def test_a_prefix_is_fetched_where_that_is_quicker_than_computing_it() -> None:
 
 def test_what_the_prefill_worker_loads_and_fetches_is_waited_for_on_the_decode_worker() -> None:
     cost = CostModel()
-    prefill, decode = endpoint("prefill-0", **rates(host_read=10_000)), endpoint("decode-0")
+    prefill, decode = endpoint("prefill-0", **rates(host_read=100_000)), endpoint("decode-0")
     todo = work(1000, prefill_0=on(host=200), decode_0=700, sources=(decode,))
     first = prefill_cost(cost, 0.0, prefill, todo)
     assert first.seconds.load > 0
@@ -360,7 +360,8 @@ def test_only_what_lies_behind_the_own_blocks_is_fetched() -> None:
     todo = work(1000, decode_0=own, decode_1=on(host=700), sources=(holder,))
     placed = local_cost(cost, 0.0, decode, todo)
     assert (placed.intake.loaded, placed.intake.fetched, placed.intake.computed) == (200, 400, 300)
-    assert placed.seconds.fetch == pytest.approx(400 / 10_000)
+    assert placed.seconds.load == pytest.approx(200 / 10_000)
+    assert placed.seconds.fetch == pytest.approx((400 - 200) / 10_000), "both go on at once"
     todo = work(1000, decode_0=own, decode_1=on(host=300), sources=(holder,))
     assert local_cost(cost, 0.0, decode, todo).intake.fetch_from is None, "it has no more"
 
