@@ -35,6 +35,7 @@ FATES: dict[str, str] = {
     "prediction": "nothing: a hint for drafts, which does not change what comes",
     "prompt_logprobs": SAME,
     "pooling": "refused with 400: vLLM has embeddings in an engine of their own",
+    "expands": "its processor says what tokens the images of a prompt are",
 }
 """What becomes of each field of `SamplingParams`."""
 
