@@ -21,7 +21,7 @@ DIGEST_BYTES = 32
 @dataclass(frozen=True, slots=True)
 class Image:
     data: bytes  # a file, such as PNG or JPEG, as the client has sent it
-    digest: bytes  # of `data`
+    digest: bytes  # names `data`
 
     @classmethod
     def of(cls, data: bytes) -> Image:

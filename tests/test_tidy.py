@@ -54,6 +54,7 @@ IMPURE_PLACES = (
     "decode_worker/vllm/ask",
     "decode_worker/vllm/copies",
     "decode_worker/vllm/engine",
+    "decode_worker/vllm/images",
     "decode_worker/vllm/memory",
 )
 HTTP = ("fastapi", "starlette", "uvicorn")

@@ -41,7 +41,7 @@ class Fields:
 
 _LABEL = "a label of the caller's; nothing depends on it"
 _OWN_IDS = "answers have own ids; send X-Request-Id"
-_TEXT_ONLY = "images are read as the model's files say, sound is not read"
+_TEXT_ONLY = "the model's files say it"
 _NOT_MOVED = "KV is moved by this server's own router; leave it out"
 _NO_TEMPLATE = "the server's own chat template is used"
 

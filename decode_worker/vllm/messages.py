@@ -22,7 +22,7 @@ class Begin:
     table: tuple[int, ...] = ()  # blocks of the worker's own memory that its KV is copied to
     checksums: tuple[int, ...] = ()  # one for each, from the first, that has its KV already
     saves_tail: bool = False  # its last block is copied too, full or not
-    images: Images | None = None  # of the marks in `tokens`, for each of which more tokens come
+    images: Images | None = None  # each has a mark in `tokens`, for which more tokens come
     priority: int = 0  # the lowest goes first, and keeps its blocks
     need: Need | None = None  # an adapter, which is loaded before
 

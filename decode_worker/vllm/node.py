@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvrelay.decode_worker.vllm.expansions import Expansions
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
-from kvrelay.decode_worker.vllm.images import Expansions
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
     Copied,
@@ -135,8 +135,8 @@ class VllmWorker(Worker):
         return super()._begin(role, now, request)
 
     def _answer(self, probe: Probe) -> list[Effect]:
-        told = self._expansions.alive(probe.request_id, probe.attempt)
-        return [self.core.answer_probe(probe)] if told is None else told
+        answer = self._expansions.alive(probe.request_id, probe.attempt)
+        return [self.core.answer_probe(probe)] if answer is None else answer
 
     def _schedule(self, now: float) -> list[Effect]:
         scheduler = self.core.scheduler

@@ -202,7 +202,7 @@ def test_what_is_so_anyway_is_accepted_and_said(serve: Serve) -> None:
         ("-pp 2", "-pp: layers are not divided: --tensor-parallel-size divides heads"),
         ("--data_parallel_rank=4", "every worker is a replica: --prefill 0 --decode N"),
         ("-dp 4 --prefill 1", "cluster.prefill has two values"),
-        ("--limit-mm-per-prompt.image 2", "images and sound are not supported"),
+        ("--limit-mm-per-prompt.image 2", "set it in engine.arguments"),
         ("--seed 7", "--seed: draws follow the 'seed' of a request"),
         ("--no-enable-prefix-caching", "requests with a 'cache_salt' keep theirs apart"),
         ("--no-async-scheduling", "one that runs, and that cannot be changed"),

@@ -27,6 +27,7 @@ from kvrelay.decode_worker.vllm.parameters import unsupported
 from kvrelay.engine.adapters import AdapterError
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.images import Image, Images
+from kvrelay.engine.messages import Refused
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
@@ -194,9 +195,10 @@ def of_requests(capability: Capability, no: No) -> str:
 def of_images() -> str:
     given = Images((1,), (Image.of(b"one"),))
     work = Decode("r", SamplingParams(), 1, "router", (1, 2), 2, 30.0, images=given)
-    effects = Worker(worker_config(), ROLES).receive(0.0, work)
-    [refused] = [each.message for each in effects if isinstance(each, Send)]
-    return str(cast(Any, refused).detail)
+    effects = Worker(worker_config(num_blocks=8), ROLES).receive(0.0, work)
+    sent = [each.message for each in effects if isinstance(each, Send)]
+    [refused] = [each for each in sent if isinstance(each, Refused)]
+    return refused.detail
 
 
 def keep_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +217,16 @@ def of_handing_over(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
     return error_of(lambda: prepared(path, prefill=1, **VLLM))
 
 
-def of_scaling(no: No, make: Make) -> str:
+def of_scaling(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
     scaling = {"enabled": True}
     if T.RANKS in no.where:
         return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, scaling=scaling))
     path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
-    kv: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
+    vllm_stand_in.install(monkeypatch)
+    if T.OTHER_KV in no.where:
+        keep_others(monkeypatch)
     model = {"name": str(path), "dtype": "bfloat16"}
-    config = config_of({"num_blocks": 64, **VLLM, **kv}, model=model, scaling=scaling)
+    config = config_of({"num_blocks": 64, **VLLM}, model=model, scaling=scaling)
     return error_of(lambda: prepare_model(config, 0, lambda _: None, on_gpu=False))
 
 
@@ -286,7 +290,7 @@ def said(
         case C.HAND_OVER:
             return of_handing_over(no, make, monkeypatch)
         case C.SCALING:
-            return of_scaling(no, make)
+            return of_scaling(no, make, monkeypatch)
         case C.WEIGHT_UPDATES:
             return of_weights(no, make)
         case C.MODEL_CHANGES:

@@ -24,11 +24,26 @@ TOKENS_OF_IMAGE = 8  # with what Gemma has around them
 
 def make(folder: Path) -> Path:
     """Writes it; needs no network."""
-    from transformers import (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        PreTrainedTokenizerFast,
-    )
+    _make_model(folder, *_make_tokenizer(folder))
+    about = {
+        "image_processor_type": "Gemma3ImageProcessor",
+        "processor_class": "Gemma3Processor",
+        "size": {"height": 56, "width": 56},
+        "do_resize": True,
+        "do_normalize": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "image_seq_length": 4,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(about))
+    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def _make_tokenizer(folder: Path) -> tuple[int, dict[str, int]]:
+    """Returns how many tokens it has, and the ids of those that are special."""
+    from transformers import PreTrainedTokenizerFast
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     base = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(characters)}, merges=[]))
@@ -54,9 +69,15 @@ def make(folder: Path) -> Path:
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    return len(tokenizer), ids
+
+
+def _make_model(folder: Path, vocab_size: int, ids: dict[str, int]) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
     torch.manual_seed(0)
     text = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": vocab_size,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 2,
@@ -101,17 +122,3 @@ def make(folder: Path) -> Path:
         for name, tensor in load_file(path).items()
     }
     save_file(renamed, path, metadata={"format": "pt"})  # by the names of published checkpoints
-    about = {
-        "image_processor_type": "Gemma3ImageProcessor",
-        "processor_class": "Gemma3Processor",
-        "size": {"height": 56, "width": 56},
-        "do_resize": True,
-        "do_normalize": True,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-        "image_seq_length": 4,
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(about))
-    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
-    (folder / "processor_config.json").write_text(json.dumps(processor))
-    return folder

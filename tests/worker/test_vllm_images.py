@@ -28,7 +28,7 @@ PROMPT = [*BEFORE, IMAGE_MARK, *AFTER]
 
 
 def png(number: int, height: int = 300, width: int = 8) -> bytes:
-    """A picture of one colour."""
+    """Makes a picture that has one colour."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -88,7 +88,7 @@ def test_two_images_never_share_a_block_and_one_image_hits(cluster: LocalCluster
         assert answer.num_cached_tokens in (0, 32)  # what comes before the image, and no more
         again = asked(cluster, image).result(30.0)
         assert again.tokens == expected(image)
-        assert again.num_cached_tokens == 128  # of 132
+        assert again.num_cached_tokens == 128  # all full blocks
     assert_clean(cluster)
 
 

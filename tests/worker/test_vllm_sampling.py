@@ -55,7 +55,7 @@ OTHERWISE: dict[str, Any] = {
     "prompt_logprobs": 1,
     "pooling": Pooling.MEAN,
 }
-NO_EFFECT = {"prediction": (4, 5)}  # on what comes
+NO_EFFECT = {"prediction": (4, 5), "expands": True}  # on what comes
 
 
 def test_every_field_of_a_request_has_a_fate() -> None:

@@ -24,11 +24,12 @@ from kvrelay.engine.images import Image, Images
 from kvrelay.router.messages import Failed, Submit
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from kvrelay.cluster.api.context import ApiContext
-    from kvrelay.cluster.api.openai.schema import ChatRequest
 
 IMAGE_KINDS = ("image_url", "input_image", "image")
-MAX_IMAGES = 128  # of a request
+MAX_IMAGES = 128  # a request may have so many
 MAX_IMAGE_BYTES = 20 << 20
 FETCH_S = 10.0
 MARK = "\ue002"  # in a text, where an image is; of no script
@@ -50,14 +51,14 @@ class Picture:
 
 
 def take_pictures(content: Any, role: Any) -> tuple[Any, tuple[Picture, ...]]:
-    """`content` of a message of this role, with a mark in place of each image, and the images.
-    Raises ValueError."""
-    if not isinstance(content, list) or not any(map(_is_image, content)):
+    """`content` of a message of this role, with a mark in place of each image, and the images;
+    or as it is, where one of them is none."""
+    if not isinstance(content, list) or not any(map(is_image, content)):
         return content, ()
     found: list[Picture] = []
     parts: list[Any] = []
-    for i, part in enumerate(content):
-        if not _is_image(part):
+    for part in content:
+        if not is_image(part):
             is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
             parts.append(part | {"text": part["text"].replace(MARK, "")} if is_text else part)
             continue
@@ -66,22 +67,22 @@ def take_pictures(content: Any, role: Any) -> tuple[Any, tuple[Picture, ...]]:
         # refuse every later turn too.
         unread = UNREAD.format(kind) if role == "tool" or kind == "input_image" else ""
         try:
-            found.append(Picture(_url_of(part), kind, unread))
-        except ValueError as error:
+            found.append(Picture(url_of(part), kind, unread))
+        except ValueError:
             if not unread:
-                raise ValueError(f"part {i}: {error}") from None
+                return content, ()  # its texts are read next, which says what is wrong
             parts.append({"type": "text", "text": unread})
         else:
             parts.append({"type": "text", "text": MARK})
     return parts, tuple(found)
 
 
-def _is_image(part: Any) -> bool:
+def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGE_KINDS
 
 
-def _url_of(part: dict[str, Any]) -> str:
-    """Raises ValueError."""
+def url_of(part: dict[str, Any], place: str = "") -> str:
+    """What is said of an image. place: for errors. Raises ValueError."""
     if part["type"] == "image":  # Anthropic's
         source = part.get("source")
         about = source if isinstance(source, dict) else {}
@@ -91,8 +92,8 @@ def _url_of(part: dict[str, Any]) -> str:
         url = about.get("url") if about.get("type") == "url" else None
         if not isinstance(url, str):
             raise ValueError(
-                "an image has a 'source' of type base64, with 'media_type' and 'data', or of type"
-                " url, with 'url'"
+                f"{place}an image has a 'source' of type base64, with 'media_type' and 'data', or"
+                " of type url, with 'url'"
             )
         return url
     url = part.get("image_url")
@@ -100,7 +101,8 @@ def _url_of(part: dict[str, Any]) -> str:
         url = url.get("url")
     if not isinstance(url, str):
         raise ValueError(
-            f"an {part['type']} has an 'image_url': a data URL, or an object with one as 'url'"
+            f"{place}an {part['type']} has an 'image_url': a data URL, or an object with one as"
+            " 'url'"
         )
     return url
 
@@ -133,7 +135,7 @@ def has_vision(model_dir: Path) -> bool:
 
 
 async def read_pictures(ctx: ApiContext, pictures: Sequence[Picture]) -> tuple[Image, ...]:
-    """Their bytes. Raises `ApiError`."""
+    """Returns their bytes. Raises `ApiError`."""
     if len(pictures) > MAX_IMAGES:
         raise invalid(
             f"'messages': {len(pictures)} images are more than {MAX_IMAGES}", param="messages"
@@ -151,7 +153,7 @@ async def read_pictures(ctx: ApiContext, pictures: Sequence[Picture]) -> tuple[I
 
 
 def _of_data(url: str) -> Image:
-    """Raises ValueError."""
+    """Returns what a data URL holds. Raises ValueError."""
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise ValueError(f"a data URL begins with 'data:image/png;base64,', got {url[:40]!r}")
@@ -197,9 +199,8 @@ async def _fetched(url: str, hosts: str) -> bytes:
         raise ValueError(f"{host} cannot be read from: {what}") from None
 
 
-def pictures_of(ctx: ApiContext, request: ChatRequest) -> list[Picture]:
-    """Those that the model reads. Raises `ApiError`."""
-    found = [picture for message in request.messages for picture in message.pictures]
+def readable(ctx: ApiContext, request: BaseModel, found: list[Picture]) -> list[Picture]:
+    """Those of a request's that the model reads. Raises `ApiError`."""
     if not ctx.reads_images:
         for picture in (each for each in found if not each.unread):
             what = f"this model reads text, no part of type {picture.kind!r}"

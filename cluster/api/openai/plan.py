@@ -23,7 +23,7 @@ from kvrelay.cluster.api.errors import ApiError, invalid, overloaded
 from kvrelay.cluster.api.incoming import check_token_ids
 from kvrelay.cluster.api.limiter import LimitReached, caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Plan
-from kvrelay.cluster.api.openai.pictures import pictures_of, with_images
+from kvrelay.cluster.api.openai.pictures import readable, with_images
 from kvrelay.cluster.api.openai.schema import (
     MAX_SCORED_TOKENS,
     ChatRequest,
@@ -186,7 +186,8 @@ async def chat_prompt(
 ) -> ChatPrompt:
     """keep: as of `Tokenizer.encode_bounded`. Raises `ApiError`."""
     _check(ctx, request)
-    pictures = pictures_of(ctx, request)
+    found = [picture for message in request.messages for picture in message.pictures]
+    pictures = readable(ctx, request, found)
     if request.add_special_tokens and ctx.tokenizer.encode("", is_prompt=False):
         raise invalid(
             "'add_special_tokens': the chat template adds what is needed",

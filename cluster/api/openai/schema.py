@@ -30,9 +30,11 @@ from kvrelay.cluster.api.openai.pictures import (
     IMAGE_KINDS,
     UNREAD,
     Picture,
+    is_image,
     shown,
     take_pictures,
     unread,
+    url_of,
 )
 from kvrelay.cluster.api.openai.tools import AllowedTools, ToolCall, ToolChoice, Tools
 from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
@@ -141,6 +143,8 @@ def _text_of(content: Any) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
+        if is_image(part):
+            url_of(part, f"part {i}: ")
         if kind not in ("text", "refusal"):
             raise ValueError(f"part {i} has type {kind!r}; only parts of type 'text' are supported")
         text = part.get(kind)
