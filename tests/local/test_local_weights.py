@@ -112,6 +112,7 @@ def test_no_tier_has_kv_of_other_weights_and_the_way_back_finds_what_was_there(
             num_cached = sum(each.num_cached_tokens for each in answers)
             is_new = mode in (None, UpdateMode.RECOMPUTE)
             assert num_cached == 0 if is_new else num_cached > 0
+            cluster.wait_idle()  # what is copied down is there, for the way back
             settle(cluster)
         assert_clean(cluster)
 
