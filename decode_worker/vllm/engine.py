@@ -40,7 +40,7 @@ from kvrelay.engine.host import Deliver, first_line
 from kvrelay.engine.needs import NeedError
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import Refusal, TokenLogprobs
-from kvrelay.engine.step import PrepareGrammar
+from kvrelay.engine.step import AskProgress, PrepareGrammar
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, FindStored, StoreIndex
 
 if TYPE_CHECKING:
@@ -169,7 +169,8 @@ class VllmEngine:
         if isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex | FindStored):
             assert self._transfers is not None, effect
             self._transfers.submit(effect)
-        elif not self._images.takes(effect):
+        # How far a step is, vLLM does not say: one that is slow counts as one that stands.
+        elif not isinstance(effect, AskProgress) and not self._images.takes(effect):
             self._effects.put(effect)
 
     def close(self) -> None:

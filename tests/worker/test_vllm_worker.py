@@ -231,6 +231,23 @@ def test_an_engine_that_fails_ends_its_worker(cluster: LocalCluster) -> None:
         assert "vLLM: RuntimeError: out of memory" in str(error)
 
 
+def test_a_slow_step_ends_no_worker(cluster: LocalCluster) -> None:
+    turns = vllm_stand_in.turns(4)
+    future = cluster.submit(PROMPTS[0], GREEDY)
+    deadline = time.monotonic() + 60
+    while not (busy := [name for name in cluster.workers if is_slow(cluster, name)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)  # how far it is has been asked
+    turns.release(100_000)
+    assert future.result(30.0).tokens == greedy(PROMPTS[0], 60)
+    assert not cluster.host.failed, busy
+
+
+def is_slow(cluster: LocalCluster, worker: str) -> bool:
+    return bool(cluster.run(lambda: cluster.workers[worker].node.core.watch.is_slow))
+
+
 def test_tokens_that_the_model_lacks_are_refused_by_their_value(cluster: LocalCluster) -> None:
     failed = cluster.submit([1, 999], GREEDY).result(30.0).failed
     assert failed is not None
