@@ -151,7 +151,7 @@ def prepare_model(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    plans: dict[Role, KVPlan]  # of prefill workers only where there are some
+    plans: dict[Role, KVPlan]  # by role; prefill is in it only where it has workers
     max_model_len: int
     shape: ModelConfig | None = None
     form: Form | None = None

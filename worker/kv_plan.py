@@ -48,7 +48,7 @@ class KVPlan:
     num_copies: int = 1  # that these hold of each block together
     group_windows: tuple[Window, ...] = ()  # where there are several groups: of each
     is_copied: bool = False  # another engine's: it is in host memory a second time
-    process_bytes: int = SPARE_BYTES  # of each rank, beside weights and KV
+    process_bytes: int = SPARE_BYTES  # each rank takes them beside weights and KV
 
     @property
     def windows(self) -> Windows:

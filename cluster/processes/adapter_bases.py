@@ -19,7 +19,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.needs import unserved
 from kvrelay.engine.support import Capability, engine_traits, refusal_of
 
-VLLM_LORA_RANK = 16  # of `max_lora_rank`, where it is not set
+VLLM_LORA_RANK = 16  # vLLM's default for `max_lora_rank`
 
 
 def base_digest(model_dir: Path) -> bytes:

@@ -47,7 +47,7 @@ class Expansions(Plug):
         return [self._send(request, delta)]
 
     def alive(self, request_id: str, attempt: int) -> list[Effect] | None:
-        """What a router that asks is told; None: it is none of these."""
+        """Returns the answer to a router's probe; None: the request is none of these."""
         request = self._asked.get(f"{request_id}/{attempt}")
         if request is None:
             return None

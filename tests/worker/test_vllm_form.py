@@ -1,4 +1,4 @@
-"""The form that vLLM says KV has: what is planned by it, when it is asked, and what is told where
+"""The form of KV that vLLM reports: what is planned by it, when it is asked, and the errors where
 no answer comes. `tests/e2e/test_vllm_models.py` asks the real one."""
 
 from __future__ import annotations

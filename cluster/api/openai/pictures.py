@@ -42,8 +42,8 @@ UNREAD = "[{}: not shown, this model reads text only]"
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image that is part of a message. `kind`: of its part. `unread`: what a model of text is
-    told instead; "": the request is refused."""
+    """An image that is part of a message. `kind`: of its part. `unread`: the text for a
+    model that reads no images; "": the request is refused."""
 
     url: str
     kind: str
@@ -117,7 +117,7 @@ def shown(text: str) -> list[dict[str, str]]:
 
 
 def unread(text: str, pictures: Sequence[Picture]) -> str:
-    """What a model of text is told."""
+    """Returns the text for a model that reads no images."""
     for picture in pictures:
         text = text.replace(MARK, picture.unread, 1)
     return text
