@@ -110,7 +110,7 @@ def plan_model(
     longest = 0
     if plan.num_blocks:
         longest = resolve_max_model_len(model, engine, plan)
-    lengths = [*contexts] or [each for each in CONTEXTS if each < longest] + [longest or 1]
+    lengths = lengths_of(contexts, longest)
     problems += [_too_long(model, each, longest) for each in lengths if each > longest > 0]
     held = {each: _num_held(plan, engine, each) if each <= longest else 0 for each in lengths}
     step = step_bytes(model, engine.max_num_batched_tokens, engine.max_num_seqs, dtype, ranks)
@@ -163,6 +163,19 @@ def _kinds(model: ModelConfig, plan: KVPlan, lengths: Sequence[int]) -> tuple[Ki
     return tuple(found)
 
 
+def lengths_of(contexts: Sequence[int], longest: int) -> list[int]:
+    """Those of `contexts`, or where none are given, usual ones and the longest that fits."""
+    return [*contexts] or [each for each in CONTEXTS if each < longest] + [longest or 1]
+
+
+def missing_gpus(num_ranks: int, num_gpus: int) -> list[str]:
+    """Says that a worker needs more GPUs than there are, if it does."""
+    if num_ranks <= num_gpus:
+        return []
+    what = "a worker has so many GPUs, and there are"
+    return [f"engine.tensor_parallel_size = {num_ranks}: {what} {num_gpus}"]
+
+
 def _too_long(model: ModelConfig, num_tokens: int, longest: int) -> str:
     if num_tokens > model.max_position_embeddings and not model.max_window:
         return f"{num_tokens:,} tokens: the model has {model.max_position_embeddings:,} positions"
@@ -179,12 +192,8 @@ def _gpu_problems(
     gpu_bytes: int,
 ) -> list[str]:
     """What keeps workers from these GPUs, in words, and what would not."""
-    ranks, found = engine.tensor_parallel_size, []
-    if ranks > num_gpus:
-        found.append(
-            f"engine.tensor_parallel_size = {ranks}: a worker has so many GPUs, and there are"
-            f" {num_gpus}"
-        )
+    ranks = engine.tensor_parallel_size
+    found = missing_gpus(ranks, num_gpus)
     if plan.num_blocks and plan.kv_bytes + plan.weights_bytes <= ranks * gpu_bytes:
         return found
 

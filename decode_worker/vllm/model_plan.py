@@ -10,7 +10,7 @@ from kvrelay.decode_worker.vllm.plan import fit_gpu, longest, num_needed, plan_f
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.model.device_memory import CUDA_BYTES, RESERVE_BYTES
 from kvrelay.worker.kv_plan import GIB, BuildError, KVPlan, check_memory
-from kvrelay.worker.model_plan import CONTEXTS, KindPlan, ModelPlan
+from kvrelay.worker.model_plan import KindPlan, ModelPlan, lengths_of, missing_gpus
 
 
 def plan_model(
@@ -31,7 +31,7 @@ def plan_model(
         plan = fit_gpu(plan, form, engine, memory_bytes)
     problems = _problems(plan, engine, num_gpus, memory_bytes)
     most = longest(form, engine, plan) if plan.num_blocks else 0
-    lengths = [*contexts] or [each for each in CONTEXTS if each < most] + [most or 1]
+    lengths = lengths_of(contexts, most)
     problems += [
         f"{each:,} tokens do not fit: a sequence has at most {most:,}"
         for each in lengths
@@ -92,11 +92,7 @@ def _problems(plan: KVPlan, engine: EngineSection, num_gpus: int, memory_bytes: 
         except BuildError as error:
             found.append(str(error))
         return found
-    if ranks > num_gpus:
-        found.append(
-            f"engine.tensor_parallel_size = {ranks}: a worker has so many GPUs, and there are"
-            f" {num_gpus}"
-        )
+    found += missing_gpus(ranks, num_gpus)
     needed = plan.kv_bytes + plan.weights_bytes
     if not plan.num_blocks or needed > ranks * memory_bytes:
         found.append(
