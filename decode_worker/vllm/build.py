@@ -55,7 +55,7 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
         raise BuildError(str(error)) from error
     before = versions_of(files_of(path, VLLM))
     form = form_of(path, spec.model, engine, on_gpu=spec.on_gpu)
-    plan = plan_form(form, engine, path, on_gpu=spec.on_gpu)
+    plan = plan_form(form, engine, path)
     if spec.on_gpu and plan.is_copied:
         from kvrelay.engine.model.device import gpu_bytes  # not where clusters are planned
 

@@ -20,7 +20,7 @@ from msgspec import structs
 from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.decode_worker.vllm.arguments import arguments, check_blocks
+from kvrelay.decode_worker.vllm.arguments import arguments
 from kvrelay.decode_worker.vllm.build import build
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
@@ -55,7 +55,6 @@ from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.guardian import WorkerGuardian, in_environment
-from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.messages import StartFailed
 from kvrelay.worker.process import Listening
 from kvrelay.worker.spec import WorkerOrder, WorkerSpec
@@ -623,7 +622,9 @@ def test_a_grammar_has_the_form_that_vllm_takes(grammar: str, expected: Any) -> 
     assert structure(grammar) == expected
 
 
-def test_blocks_that_vllm_has_no_attention_for_are_refused() -> None:
-    with pytest.raises(BuildError, match=r"block_size = 16: vLLM's attention .* set it to 32"):
-        check_blocks(EngineSection(), on_gpu=False)
-    check_blocks(EngineSection(), on_gpu=True)
+@pytest.mark.parametrize(
+    ("given", "gpu", "sized"), [(16, False, 32), (33, False, 64), (16, True, 16)]
+)
+def test_blocks_have_a_size_that_vllm_has_attention_for(given: int, gpu: bool, sized: int) -> None:
+    assert EngineSection(runs="vllm", block_size=given).sized(gpu=gpu).block_size == sized
+    assert EngineSection(block_size=given).sized(gpu=gpu).block_size == given
