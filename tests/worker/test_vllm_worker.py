@@ -512,11 +512,11 @@ def test_rates_are_of_prompts_and_of_decodes_apart() -> None:
     assert (stats.num_free_blocks, stats.num_running, stats.num_decoding) == (13, 1, 1)
 
 
-def test_weights_stay_and_who_asks_hears_why() -> None:
+def test_weights_without_versions_stay_and_who_asks_hears_why() -> None:
     asked = UpdateWeights("controller", WeightVersion("new", b"d"), UpdateMode.DRAIN)
     [said] = sent(worker().receive(0.0, asked), WeightsUpdated)
     assert (said.wanted, said.fingerprint) == (b"d", CONFIG.fingerprint)
-    assert "restart the server" in said.why
+    assert "no *.safetensors" in said.why
 
 
 def test_its_process_finds_our_source_and_nothing_else_of_ours(
