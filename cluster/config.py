@@ -316,6 +316,11 @@ class Config(Section, frozen=True):
         found = {each.name: self._of_model(each) for each in self.models} or {"": self}
         return {name: own._with_python() for name, own in found.items()}
 
+    @property
+    def first(self) -> Config:
+        """The settings of what a call gets that names no model."""
+        return next(iter(self.by_model().values()))
+
     def _with_python(self) -> Config:
         """With the interpreter that has the engine, where none is set."""
         if self.engine.runs != "vllm" or self.engine.python:

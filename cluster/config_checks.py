@@ -71,7 +71,7 @@ AT_VLLM: dict[str, AtVllm] = {
     "engine.kv_cache_gib": AtVllm("`num_gpu_blocks_override`, in blocks of all layers"),
     "engine.num_blocks": AtVllm("`num_gpu_blocks_override`"),
     "engine.gpu_memory_utilization": AtVllm("the same, on GPUs"),
-    "engine.cuda_graphs": AtVllm("`enforce_eager`, on GPUs"),
+    "engine.cuda_graphs": AtVllm("`enforce_eager`, on GPUs; on CPUs always eager"),
     "engine.attention_backend": AtVllm(_OTHER_NAMES, ("auto",), _BY_ARGUMENTS),
     "engine.moe_backend": AtVllm(_OTHER_NAMES, ("auto",), _BY_ARGUMENTS),
     "engine.tensor_parallel_size": _SAME,

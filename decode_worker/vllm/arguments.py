@@ -56,9 +56,10 @@ def arguments(
         found["quantization"] = model.quantization
     if engine.kv_dtype != "auto":
         found["kv_cache_dtype"] = VLLM_KV_DTYPES[engine.kv_dtype]
+    # On CPUs what 0.32 compiles in bfloat16 computes other numbers: tokens are not the model's.
+    found["enforce_eager"] = not (on_gpu and engine.cuda_graphs)
     if on_gpu:
         found["gpu_memory_utilization"] = engine.gpu_memory_utilization
-        found["enforce_eager"] = not engine.cuda_graphs
     return found | engine.arguments
 
 

@@ -24,7 +24,7 @@ def with_python(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 
 def served(**settings: Any) -> Config:
     config = load_config(None, settings_of({"engine": "vllm"}, settings))
-    return next(iter(config.by_model().values()))
+    return config.first
 
 
 def test_the_environment_of_make_setup_vllm_is_taken(tmp_path: Path) -> None:

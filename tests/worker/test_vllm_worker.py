@@ -416,9 +416,13 @@ def test_settings_of_ours_have_the_names_of_vllm() -> None:
     model = ModelSection(dtype="bfloat16", quantization="fp8")
     found = arguments(model, engine, Path("m"), on_gpu=False)
     assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
-    assert "enforce_eager" not in found, "its graphs on CPUs are the compiler's"
-    found = arguments(model, engine, Path("m"), on_gpu=True)
     assert found["enforce_eager"]
+    assert arguments(model, engine, Path("m"), on_gpu=True)["enforce_eager"]
+    graphs = replace_section(cuda_graphs=True)
+    assert arguments(model, graphs, Path("m"), on_gpu=False)["enforce_eager"]
+    assert not arguments(model, graphs, Path("m"), on_gpu=True)["enforce_eager"]
+    own = replace_section(arguments={"enforce_eager": False})
+    assert not arguments(model, own, Path("m"), on_gpu=False)["enforce_eager"]
 
 
 def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
