@@ -129,10 +129,11 @@ def _built(
     with contextlib.suppress(ModelError):  # where there are no *.safetensors, weights stay
         base = read_version(path)
         config = structs.replace(config, weights=spec.weights or base, base_weights=base.digest)
+    edits, drafts = vllm.edits, vllm.drafts
     asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers)]
     notices = tuple(notices_of(asked, traits))
     if copied is None:
-        node = VllmWorker(config, roles, copies=False, edits=vllm.edits)
+        node = VllmWorker(config, roles, copies=False, edits=edits, drafts=drafts)
         info = replace(config.info(), hands_over=False)
         return BuiltWorker(node, info, vllm.start, notices)
     pool = make_host_arena(num_blocks, config.bytes_per_block, spec.on_gpu)
@@ -148,7 +149,7 @@ def _built(
 
     # Its blocks are in the order of vLLM, which is not that of four bits.
     config = structs.replace(own.config, quantizes=False)
-    node = VllmWorker(config, roles, own.facts.records, edits=vllm.edits)
+    node = VllmWorker(config, roles, own.facts.records, edits=edits, drafts=drafts)
     return BuiltWorker(
         node, config.info(), make_executor, (*notices, *own.notices), leave_kv=own.leave_kv
     )

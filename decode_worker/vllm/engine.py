@@ -134,6 +134,7 @@ class VllmEngine:
         self._reports = _Reports()
         extra = _connector(name, self.copies) if copies else {}
         self.edits = _can_edit(arguments)
+        self.drafts = bool(arguments.get("speculative_config"))
         if self.edits:
             extra |= _edits(arguments)
         # Workers that draw alike would give the choices of a request the same text.

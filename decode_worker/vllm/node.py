@@ -91,12 +91,14 @@ class VllmWorker(Worker):
         *,
         copies: bool = True,
         edits: bool = True,
+        drafts: bool = False,
     ) -> None:
         """`copies`: vLLM's KV is copied to this worker's blocks. If not, routers know what vLLM
-        holds by its own events. `edits`: vLLM lets this worker edit logits."""
+        holds by its own events. `edits`: vLLM lets this worker edit logits. `drafts`: vLLM
+        proposes draft tokens of its own."""
         super().__init__(config, roles, records)
         self.core.scheduler.may_preempt = False
-        self._copies, self._edits = copies, edits
+        self._copies, self._edits, self._drafts = copies, edits, drafts
         self._expansions = Expansions(self.core)
         self.plugs.append(self._expansions)
         self._updates = weight_updates(self.plugs)
@@ -126,7 +128,7 @@ class VllmWorker(Worker):
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
-        if why := unsupported(request.sampling, edits=self._edits):
+        if why := unsupported(request.sampling, edits=self._edits, drafts=self._drafts):
             return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
         if not self._copies:
             if getattr(request, "prefill_from", None) or getattr(request, "decode_to", None):

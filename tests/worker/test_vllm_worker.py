@@ -457,11 +457,21 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
             Refusal.UNSUPPORTED,
             "no budget for reasoning",
         ),
+        (
+            replace(WORK, sampling=replace(GREEDY, min_p=0.1)),
+            Refusal.UNSUPPORTED,
+            "no min_p beside its draft tokens",
+        ),
+        (
+            replace(WORK, sampling=replace(GREEDY, logit_bias=((7, 1.0),))),
+            Refusal.UNSUPPORTED,
+            "no logit_bias beside its draft tokens",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_words(work: Any, reason: Refusal, said: str) -> None:
     config = replace_config(num_blocks=8) if reason is Refusal.NEVER_FITS else CONFIG
-    node = VllmWorker(config, ROLES, edits=False)  # as on a GPU
+    node = VllmWorker(config, ROLES, edits=False, drafts=True)  # as on a GPU with a drafter
     [refused] = sent(node.receive(0.0, work), Refused)
     assert refused.reason is reason
     assert said in refused.detail
