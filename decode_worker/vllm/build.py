@@ -168,7 +168,10 @@ def engine_facts(arguments: Mapping[str, Any], vllm: VllmEngine, *, on_gpu: bool
     """All that decides what its blocks hold, beside the model: who reads them has the same."""
     from kvrelay.engine.model.device import cpu_tiles
 
+    # On CPUs what vLLM compiles computes other numbers.
+    compiled = not on_gpu and arguments.get("enforce_eager") is False
     return {
+        **({"compiled": True} if compiled else {}),
         "version": vllm.version,
         "dtype": str(vllm.config.model_config.dtype),
         "arguments": telling_arguments(arguments),

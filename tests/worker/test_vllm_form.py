@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from msgspec import structs
 
 from kvrelay.decode_worker.vllm import form as forms
 from kvrelay.decode_worker.vllm.arguments import num_processes
+from kvrelay.decode_worker.vllm.build import engine_facts
 from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.form import Form, GroupForm, elsewhere, form_of
 from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged
@@ -278,3 +280,17 @@ def test_layers_without_a_part_for_each_block_are_not_copied() -> None:
 def test_spare_is_of_each_process() -> None:
     plan = plan_form(WHOLE, ENGINE, Path("m"))
     assert dataclasses.replace(plan, num_ranks=2).spare_bytes == 2 * SPARE_BYTES
+
+
+def test_kv_of_compiled_code_is_found_by_such_code_alone_on_cpus() -> None:
+    model = SimpleNamespace(dtype="torch.bfloat16")
+    copies = SimpleNamespace(form=list)
+    config = SimpleNamespace(model_config=model)
+    vllm: Any = SimpleNamespace(version="0.32", config=config, attention_backends=[], copies=copies)
+
+    def differs(*, on_gpu: bool) -> bool:
+        each = (engine_facts({"enforce_eager": x}, vllm, on_gpu=on_gpu) for x in (True, False))
+        return next(each) != next(each)
+
+    assert differs(on_gpu=False)
+    assert not differs(on_gpu=True)
