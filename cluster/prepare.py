@@ -43,6 +43,7 @@ from kvrelay.worker.kv_plan import (
 Progress = Callable[[str], None]
 
 LOAD_BYTES_PER_S = 1e8  # of weights, from the slowest disk that is worth waiting for
+VLLM_COMPILES_S = 600.0  # at its first start with a model, on a machine that is busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,9 @@ class PreparedModel:
 
     @property
     def load_s(self) -> float:
-        """How long its weights may take to be read."""
-        return self.plan.weights_bytes / LOAD_BYTES_PER_S
+        """How long its weights may take to be read, and its kernels to be compiled."""
+        compiled_s = VLLM_COMPILES_S if self.form is not None else 0.0
+        return self.plan.weights_bytes / LOAD_BYTES_PER_S + compiled_s
 
     def kv_lines(self, infos: Sequence[WorkerInfo]) -> list[str]:
         """For people: what its KV costs, and how much of it fits into these workers."""
@@ -195,7 +197,7 @@ def _planned_by_vllm(
     for engine in engines.values():
         if why := no_scaling(config.scaling.enabled, form.traits(engine)):
             raise BuildError(why)
-    plans = {role: plan_form(form, each, path, on_gpu=on_gpu) for role, each in engines.items()}
+    plans = {role: plan_form(form, each, path) for role, each in engines.items()}
     lengths = (longest(form, engines[r], plans[r]) for r in engines)
     return _Planned(plans, min(lengths), form=form)
 

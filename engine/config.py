@@ -22,6 +22,7 @@ from kvrelay.engine.settings import (
 from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
+VLLM_CPU_BLOCK = 32  # its attention on CPUs takes multiples of so many tokens
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 
@@ -41,10 +42,12 @@ class ModelSection(Section, frozen=True):
 class EngineSection(Section, frozen=True):
     # the engine that computes: kvrelay, or vllm, in an environment of its own: docs/engines.md
     runs: Literal["kvrelay", "vllm"] = "kvrelay"
-    python: str = ""  # path of bin/python in that environment
+    # path of bin/python in that environment; "": the one that `make setup-vllm` has made
+    python: str = ""
     # vLLM's EngineArgs, which go before all settings here: {enforce_eager = true}
     arguments: dict[str, Any] = field(default_factory=dict)
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in a KV block
+    # tokens in a KV block; with vllm on CPUs the next multiple of 32
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     # for KV blocks, per worker; 0: 1 on a CPU, on a GPU what gpu_memory_utilization leaves
     kv_cache_gib: Annotated[float, Meta(ge=0.0, le=4096.0)] = 0.0
     # share of a GPU's memory, for weights, steps and KV together
@@ -96,8 +99,10 @@ class EngineSection(Section, frozen=True):
     def sized(self, *, gpu: bool) -> EngineSection:
         """With the sizes that the device decides. On a GPU kv_cache_gib may stay 0: how much memory
         is free is known once the weights are there."""
+        unit = 1 if gpu or self.runs != "vllm" else VLLM_CPU_BLOCK
         return structs.replace(
             self,
+            block_size=-(-self.block_size // unit) * unit,
             kv_cache_gib=self.kv_cache_gib or (0.0 if gpu else 1.0),
             max_num_batched_tokens=self.max_num_batched_tokens or (8192 if gpu else 512),
             max_num_seqs=self.max_num_seqs or (256 if gpu else 64),

@@ -200,7 +200,7 @@ _IN_PLACE = "weights change in place in one process on a CPU: restart the server
 _EXACT = "KV stays exact: only keys and values in 16 or 32 bits, of one shape, are kept in four"
 _CODE = "it says which code runs, so only the server's file and command line may"
 _FILES = "servers of one cluster.name read [[models]] of their files: change those, then restart"
-_KEPT = "workers that run vllm keep their weights: restart the server with the new ones"
+_NOT_KEPT = "workers that run vllm keep no KV of earlier weights: use recompute or drain"
 _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
 _NO_LORA = (
     "of workers that run vllm, those on GPUs with engine.arguments.enable_lora compute adapters"
@@ -256,7 +256,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
     ),
     Capability.SESSIONS: _OF_TIERS,
     Capability.WEIGHT_UPDATES: (
-        _no("engine", _KEPT, Trait.VLLM),
+        _no("engine", _NOT_KEPT, Trait.VLLM, how=How.PART),
         _no("ranks", _IN_PLACE, Trait.RANKS),
         _no("device", _IN_PLACE, Trait.GPU),
         _no("states", _KEEP_MODE, Trait.STATES, how=How.PART),

@@ -62,6 +62,8 @@ class WeightUpdates(Plug):
         self.phase = Phase.IDLE
         self.update: UpdateWeights | None = None
         self.why_fixed = ""  # it keeps its weights, and says so
+        self.traits = frozenset({Trait.STATES} if core.config.has_states else ())
+        self.is_settled: Callable[[], bool] = lambda: core.scheduler.is_settled
         self.pause: PauseMode | None = None  # as an operator has ordered
         self._paused_at = inf
         self._since = 0.0  # when the phase began
@@ -73,6 +75,13 @@ class WeightUpdates(Plug):
             WeightsUsed: self._on_used,
             PauseWorker: self._on_pause,
         }
+
+    @property
+    def stops_requests(self) -> bool:
+        """Whether those that are under way have to stop before the weights change."""
+        update = self.update
+        drains = update is None or update.mode is UpdateMode.DRAIN
+        return self.phase is Phase.ENDING and not drains
 
     def advance(self, now: float) -> list[Effect]:
         """Begin the probe once nothing is left that has to end before."""
@@ -86,7 +95,7 @@ class WeightUpdates(Plug):
                     return []
                 self.update = replace(update, mode=UpdateMode.RECOMPUTE)
                 self._set_gate()
-        if not scheduler.is_settled:
+        if not self.is_settled():
             return []
         self._row = scheduler.take_row()
         self._enter(Phase.PROBING, now)
@@ -121,8 +130,8 @@ class WeightUpdates(Plug):
             return [self._answer(update, why)]
         if version.digest == self.version.digest or self.why_fixed:
             return [self._answer(update, self.why_fixed)]
-        states = (Trait.STATES,) if self._core.config.has_states else ()
-        if update.mode is UpdateMode.KEEP and (no := no_to(Capability.WEIGHT_UPDATES, states)):
+        no = no_to(Capability.WEIGHT_UPDATES, self.traits)
+        if update.mode is UpdateMode.KEEP and no is not None:
             return [self._answer(update, no.text)]
         self.update = update
         self._enter(Phase.LOADING, now)

@@ -27,9 +27,9 @@ NUM_BLOCKS = 256
 class Memory:
     """vLLM's layers, and a worker's copies of them."""
 
-    def __init__(self, num_layers: int, num_heads: int, head_dim: int) -> None:
+    def __init__(self, num_layers: int, num_heads: int, head_dim: int, device: str = "cpu") -> None:
         shape = num_layers, NUM_BLOCKS, num_heads, SIZE, 2 * head_dim
-        self.layers = torch.randn(shape).bfloat16().unbind(0)
+        self.layers = torch.randn(shape, device=device).bfloat16().unbind(0)
         self.copies, self.said = Copies(), queue.SimpleQueue[Any]()
         self.copies.register({str(n): each for n, each in enumerate(self.layers)}, NUM_BLOCKS)
         spec = self.copies.spec(SIZE, num_heads)

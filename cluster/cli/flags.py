@@ -85,6 +85,7 @@ OWN = {
     "insecure": Flag(
         "api.insecure", "Serve without a key at an address that others reach.", switch=True
     ),
+    "engine": Flag("engine.runs", "What computes: kvrelay, or vllm (docs/engines.md)."),
     "dtype": Flag("model.dtype", "auto, float32 or bfloat16.", values={"float": "float32"}),
     "drafter": Flag(
         "engine.drafter", "A head's folder, a smaller model, or mtp: it drafts tokens.", read=folder

@@ -63,7 +63,7 @@ def plan(
         settings = overrides | ({"model.name": model} if model else {})
         config = load_config(config_path, settings_of(flags, settings))
         num_gpus, memory_bytes = _machine(gpus, memory)
-        found = plan_of(config, num_gpus, memory_bytes, contexts)
+        found = plan_of(config.first, num_gpus, memory_bytes, contexts)
     except (ConfigError, ModelError, BuildError) as error:
         raise PlanError(str(error)) from error
     if as_json:

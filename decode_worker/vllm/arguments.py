@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.worker.kv_plan import BuildError
 
 VLLM_KV_DTYPES = {"float8_e4m3": "fp8_e4m3"}
-CPU_BLOCK = 32  # vLLM's attention on CPUs takes multiples of it
 # How many processes of vLLM share a model, and by what: none of it changes what is computed.
 SIZES = (
     "tensor_parallel_size",
@@ -22,15 +20,6 @@ SIZES = (
     "distributed_executor_backend",
 )
 OF_SERVING = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override")
-
-
-def check_blocks(engine: EngineSection, *, on_gpu: bool) -> None:
-    """Raises BuildError where vLLM has no attention for blocks of this size."""
-    if not on_gpu and engine.block_size % CPU_BLOCK:
-        raise BuildError(
-            f"engine.block_size = {engine.block_size}: vLLM's attention on CPUs takes multiples of"
-            f" {CPU_BLOCK}; set it to {CPU_BLOCK}"
-        )
 
 
 def environment(*, on_gpu: bool) -> dict[str, str]:
@@ -67,9 +56,10 @@ def arguments(
         found["quantization"] = model.quantization
     if engine.kv_dtype != "auto":
         found["kv_cache_dtype"] = VLLM_KV_DTYPES[engine.kv_dtype]
+    # On CPUs what 0.32 compiles in bfloat16 computes other numbers: tokens are not the model's.
+    found["enforce_eager"] = not (on_gpu and engine.cuda_graphs)
     if on_gpu:
         found["gpu_memory_utilization"] = engine.gpu_memory_utilization
-        found["enforce_eager"] = not engine.cuda_graphs
     return found | engine.arguments
 
 

@@ -6,6 +6,7 @@ needs the source alone, and xxhash and NIXL, by which KV is checked and moved.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,12 @@ from msgspec import structs
 from kvrelay.decode_worker.vllm.arguments import arguments, environment
 from kvrelay.decode_worker.vllm.engine import VllmEngine
 from kvrelay.decode_worker.vllm.form import Form, form_of
-from kvrelay.decode_worker.vllm.node import FIXED_WEIGHTS, VllmWorker
+from kvrelay.decode_worker.vllm.node import VllmWorker
 from kvrelay.decode_worker.vllm.plan import fit_gpu, longest, opaque_spec, plan_form
 from kvrelay.engine.host import Deliver, Executor, first_line
 from kvrelay.engine.identity import VLLM, files_of, identity_of, telling_arguments
 from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.model.checkpoint.version import read_version
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import Shard
@@ -46,8 +48,6 @@ ORIGINAL_LEN = r'"original_max_position_embeddings":\s*(\d+)'  # beyond it longr
 def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -> BuiltWorker:
     """Load the model; takes a minute, most of it vLLM's own imports. `roles`: what it does with a
     request; `make_agent`: as in BuildOptions. Raises BuildError."""
-    if spec.weights is not None:
-        raise BuildError(f"{spec.weights.name}: {FIXED_WEIGHTS}")
     engine = spec.engine.sized(gpu=spec.on_gpu)
     try:
         path = spec.find_model()
@@ -55,7 +55,7 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
         raise BuildError(str(error)) from error
     before = versions_of(files_of(path, VLLM))
     form = form_of(path, spec.model, engine, on_gpu=spec.on_gpu)
-    plan = plan_form(form, engine, path, on_gpu=spec.on_gpu)
+    plan = plan_form(form, engine, path)
     if spec.on_gpu and plan.is_copied:
         from kvrelay.engine.model.device import gpu_bytes  # not where clusters are planned
 
@@ -68,12 +68,18 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
     if not plan.is_copied and not spec.engine.max_model_len:
         given["max_model_len"] = -1  # what fits, which groups of layers make hard to say
     try:
-        vllm = VllmEngine(spec.worker, given, copies=plan.is_copied)
+        cache_dir = Path(spec.model.cache_dir) if spec.model.cache_dir else None
+        vllm = VllmEngine(spec.worker, given, copies=plan.is_copied, cache_dir=cache_dir)
     except (ImportError, AttributeError) as error:
         lacks = f"vLLM {form.version} lacks what a worker needs: {first_line(error)}"
         raise BuildError(f"{lacks}; this was written for {WRITTEN_FOR}") from error
     except (TypeError, ValueError, NotImplementedError) as error:
         raise BuildError(f"vLLM refuses its settings: {first_line(error)}") from error
+    try:
+        if spec.weights is not None:
+            vllm.weights.begin_with(spec.weights)
+    except ModelError as error:
+        raise BuildError(str(error)) from error
     built = _built(replace(spec, engine=engine), path, form, plan, vllm, roles, make_agent)
     try:
         check_unchanged(before, files_of(path, VLLM))
@@ -120,10 +126,14 @@ def _built(
     most = min(model.max_model_len, num_blocks * cache.block_size)
     config = worker_config(spec, plan, most, digest)
     config = structs.replace(config, num_packed_blocks=0)
+    with contextlib.suppress(ModelError):  # where there are no *.safetensors, weights stay
+        base = read_version(path)
+        config = structs.replace(config, weights=spec.weights or base, base_weights=base.digest)
+    edits, drafts = vllm.edits, vllm.drafts
     asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers)]
     notices = tuple(notices_of(asked, traits))
     if copied is None:
-        node = VllmWorker(config, roles, copies=False, edits=vllm.edits)
+        node = VllmWorker(config, roles, copies=False, edits=edits, drafts=drafts)
         info = replace(config.info(), hands_over=False)
         return BuiltWorker(node, info, vllm.start, notices)
     pool = make_host_arena(num_blocks, config.bytes_per_block, spec.on_gpu)
@@ -139,7 +149,7 @@ def _built(
 
     # Its blocks are in the order of vLLM, which is not that of four bits.
     config = structs.replace(own.config, quantizes=False)
-    node = VllmWorker(config, roles, own.facts.records, edits=vllm.edits)
+    node = VllmWorker(config, roles, own.facts.records, edits=edits, drafts=drafts)
     return BuiltWorker(
         node, config.info(), make_executor, (*notices, *own.notices), leave_kv=own.leave_kv
     )
@@ -158,7 +168,10 @@ def engine_facts(arguments: Mapping[str, Any], vllm: VllmEngine, *, on_gpu: bool
     """All that decides what its blocks hold, beside the model: who reads them has the same."""
     from kvrelay.engine.model.device import cpu_tiles
 
+    # On CPUs what vLLM compiles computes other numbers.
+    compiled = not on_gpu and arguments.get("enforce_eager") is False
     return {
+        **({"compiled": True} if compiled else {}),
         "version": vllm.version,
         "dtype": str(vllm.config.model_config.dtype),
         "arguments": telling_arguments(arguments),

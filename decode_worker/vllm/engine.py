@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.decode_worker.vllm.adapters import VllmAdapters
@@ -36,14 +37,18 @@ from kvrelay.decode_worker.vllm.messages import (
     Stopped,
     Stored,
 )
+from kvrelay.decode_worker.vllm.weights import VllmWeights
 from kvrelay.engine.host import Deliver, first_line
 from kvrelay.engine.needs import NeedError
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import Refusal, TokenLogprobs
 from kvrelay.engine.step import AskProgress, PrepareGrammar
+from kvrelay.engine.weights import LoadWeights, UseWeights
 from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, FindStored, StoreIndex
+from kvrelay.worker.threads import StepThread
 
 if TYPE_CHECKING:
+    from kvrelay.engine.weights import WeightsLoaded
     from kvrelay.worker.threads import TransferLoops
 
 log = logging.getLogger("kvrelay.vllm")
@@ -51,6 +56,7 @@ log = logging.getLogger("kvrelay.vllm")
 PUBLISHER = "kvrelay"
 CLOSE_S = 15.0
 WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
+PROBE = Begin("probe", (1, 2, 3), "", {"max_tokens": 1, "temperature": 0.0, "logprobs": 0})
 
 
 @dataclass(slots=True)
@@ -110,16 +116,25 @@ class VllmEngine:
     """Executor of a vLLM worker's effects. Owns the engine, which only its thread calls once it has
     begun."""
 
-    def __init__(self, name: NodeId, arguments: Mapping[str, Any], *, copies: bool) -> None:
+    def __init__(
+        self,
+        name: NodeId,
+        arguments: Mapping[str, Any],
+        *,
+        copies: bool,
+        cache_dir: Path | None = None,
+    ) -> None:
         """`arguments`: of vLLM's EngineArgs. Loads the model, and runs a short request, since vLLM
         compiles what it needs when it needs it first. `copies`: its KV can be copied to memory of
-        the worker and back. Raises what vLLM raises."""
+        the worker and back; `cache_dir`: where copies of weights are kept. Raises what vLLM
+        raises."""
         # In this process: the events and statistics of a step are there when it has ended.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         self.copies = Copies()
         self._reports = _Reports()
         extra = _connector(name, self.copies) if copies else {}
         self.edits = _can_edit(arguments)
+        self.drafts = bool(arguments.get("speculative_config"))
         if self.edits:
             extra |= _edits(arguments)
         # Workers that draw alike would give the choices of a request the same text.
@@ -132,10 +147,9 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._run, name="vllm", daemon=True)
         self._deliver: Deliver = lambda message: None
         self._transfers: TransferLoops | None = None
-        self._perform(WARM_UP)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-        self.copies.end(WARM_UP.key)
+        self.weights = VllmWeights(self._engine, self._probe, cache_dir)
+        self._loads: StepThread[LoadWeights, WeightsLoaded] | None = None
+        self._alone(WARM_UP)
         self.first = self._reports.take((), 0.0)
 
     @property
@@ -159,6 +173,8 @@ class VllmEngine:
     def start(self, deliver: Deliver, transfers: TransferLoops | None = None) -> VllmEngine:
         """`transfers`: what moves KV below and between workers; owned from now on."""
         self._deliver, self._transfers = deliver, transfers
+        loads = self.weights.load
+        self._loads = StepThread(loads, deliver, "vllm-weights", low_priority=True)
         self.copies.report = deliver
         deliver(self.first)  # the blocks of the warm-up are there
         self._images.start(deliver)
@@ -169,6 +185,9 @@ class VllmEngine:
         if isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex | FindStored):
             assert self._transfers is not None, effect
             self._transfers.submit(effect)
+        elif isinstance(effect, LoadWeights):
+            assert self._loads is not None, effect
+            self._loads.submit(effect)
         # How far a step is, vLLM does not say: one that is slow counts as one that stands.
         elif not isinstance(effect, AskProgress) and not self._images.takes(effect):
             self._effects.put(effect)
@@ -177,6 +196,8 @@ class VllmEngine:
         self._ends = True
         self._images.close()
         self._effects.put(None)
+        if self._loads is not None:
+            self._loads.stop()
         if self._transfers is not None:
             self._transfers.close(CLOSE_S)
         self._thread.join(CLOSE_S)
@@ -220,12 +241,28 @@ class VllmEngine:
             case _Compared(begin, prompt):
                 if begin.key in self.copies.tables:  # else it was stopped meanwhile
                     self._add(begin, prompt)
+            case UseWeights():
+                used = self.weights.use(effect)
+                self._deliver(self._reports.take((), 0.0))  # vLLM has forgotten its blocks
+                self._deliver(used)
             case Hold(holds):
                 self._holds = holds
                 if holds:
                     self._deliver(Held())
             case _:
                 assert isinstance(effect, PrepareGrammar), effect  # vLLM compiles it by itself
+
+    def _alone(self, begin: Begin) -> list[Generated]:
+        """Runs a request that has no images and no table, where vLLM has no other."""
+        self._perform(begin)
+        found: list[Generated] = []
+        while self._engine.has_unfinished_requests():
+            found += map(_generated, self._engine.step())
+        self.copies.end(begin.key)
+        return found
+
+    def _probe(self) -> float:
+        return self._alone(PROBE)[-1].logprobs[-1].logprob
 
     def _begin(self, effect: Begin, prompt: Any = None) -> None:
         if not self.copies.begin(effect, lambda: self._effects.put(_Compared(effect, prompt))):

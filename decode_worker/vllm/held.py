@@ -43,7 +43,7 @@ class HeldBlocks:
     prefixes that are public to all have one name, and a block for each tenant."""
 
     def __init__(self, fingerprint: bytes, block_size: int) -> None:
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint  # as it is with the weights in use
         self._block_size = block_size
         self._blocks: dict[Any, _Block] = {}  # by vLLM's hash
         self._names: Counter[bytes] = Counter()
@@ -99,7 +99,7 @@ class HeldBlocks:
         num_public = scope.num_public_tokens // self._block_size
         if before is None:
             salt = scope.public_salt if num_public else scope.salt
-            parent = root_hash(self._fingerprint, salt)
+            parent = root_hash(self.fingerprint, salt)
         else:
             parent = before.name
         if index == num_public and num_public and scope.salt:

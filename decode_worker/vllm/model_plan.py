@@ -26,7 +26,7 @@ def plan_model(
     Raises BuildError for settings that are wrong on any machine."""
     on_gpu, ranks = num_gpus > 0, engine.tensor_parallel_size
     engine = engine.sized(gpu=on_gpu)
-    plan = plan_form(form, engine, path, on_gpu=on_gpu)
+    plan = plan_form(form, engine, path)
     if on_gpu:
         plan = fit_gpu(plan, form, engine, memory_bytes)
     problems = _problems(plan, engine, num_gpus, memory_bytes)

@@ -50,14 +50,14 @@ from kvrelay.engine.request import (
 )
 from kvrelay.engine.sequence import SeqState, Sequence
 from kvrelay.engine.stats import WorkerStats
-from kvrelay.engine.support import Capability, Trait, refusal_of
+from kvrelay.engine.support import Trait
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.kvtransfer.tiers.blocks import StoreRecords
 from kvrelay.worker.node import RoleHandler, Worker
 from kvrelay.worker.weights import weight_updates
 
 NO_COPIES = "KV of this model stays in vLLM's memory"
-FIXED_WEIGHTS = refusal_of(Capability.WEIGHT_UPDATES, (Trait.VLLM,))
+NO_WEIGHTS = "the model has no *.safetensors, of which versions are made"
 
 
 @dataclass(slots=True, eq=False)
@@ -91,16 +91,21 @@ class VllmWorker(Worker):
         *,
         copies: bool = True,
         edits: bool = True,
+        drafts: bool = False,
     ) -> None:
         """`copies`: vLLM's KV is copied to this worker's blocks. If not, routers know what vLLM
-        holds by its own events. `edits`: vLLM lets this worker edit logits."""
+        holds by its own events. `edits`: vLLM lets this worker edit logits. `drafts`: vLLM
+        proposes draft tokens of its own."""
         super().__init__(config, roles, records)
         self.core.scheduler.may_preempt = False
-        self._copies, self._edits = copies, edits
+        self._copies, self._edits, self._drafts = copies, edits, drafts
         self._expansions = Expansions(self.core)
         self.plugs.append(self._expansions)
-        weight_updates(self.plugs).why_fixed = FIXED_WEIGHTS
-        self._held = HeldBlocks(config.fingerprint, config.block_size)
+        self._updates = weight_updates(self.plugs)
+        self._updates.why_fixed = "" if config.base_weights else NO_WEIGHTS
+        self._updates.traits |= {Trait.VLLM}
+        self._updates.is_settled = lambda: not self._runs
+        self._held = HeldBlocks(config.kv_root, config.block_size)
         if not copies:
             self.core.publisher = KVPublisher(config, self._held)
         self._handlers = self._make_handlers()
@@ -123,7 +128,7 @@ class VllmWorker(Worker):
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
-        if why := unsupported(request.sampling, edits=self._edits):
+        if why := unsupported(request.sampling, edits=self._edits, drafts=self._drafts):
             return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
         if not self._copies:
             if getattr(request, "prefill_from", None) or getattr(request, "decode_to", None):
@@ -146,6 +151,11 @@ class VllmWorker(Worker):
         if run is not None and run.seq.reserve_growth and not run.is_stopped:
             run.is_stopped = run.gives_way = True
             effects.append(Stop(_name(run.seq)))
+        if self._updates.stops_requests:  # each goes on with the new weights
+            for name, each in self._runs.items():
+                if not each.is_stopped:
+                    each.is_stopped = each.gives_way = True
+                    effects.append(Stop(name))
         if scheduler.is_paused is not self._holds:
             self._holds = scheduler.is_paused
             effects.append(Hold(self._holds))
@@ -205,6 +215,7 @@ class VllmWorker(Worker):
         self._last = step
         core.count("steps")
         self._measure(step)
+        self._held.fingerprint = core.fingerprint
         self._held.take(step.events)
         effects: list[Effect] = []
         for generated in step.generated:

@@ -22,7 +22,7 @@ FATES: dict[str, str] = {
     "max_tokens": SAME,
     "top_p": "the same; 0: the likeliest token",
     "min_tokens": "the same; with a grammar, as far as that lets the output go on",
-    "logit_bias": SAME,
+    "logit_bias": "the same; beside vLLM's own drafts refused with 400, and so is `min_p`",
     "stop_token_ids": "the same, those of the model among them",
     "seed": "only one that the client gives: without it vLLM keeps its fast sampler",
     "is_seeded": "says whether the client has given `seed`",
@@ -42,9 +42,9 @@ FATES: dict[str, str] = {
 _WORD = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|@(?P<part>\w+)')
 
 
-def unsupported(sampling: SamplingParams, *, edits: bool = True) -> str:
+def unsupported(sampling: SamplingParams, *, edits: bool = True, drafts: bool = False) -> str:
     """Why a request asks for what vLLM does not do; "": it does not. `edits`: logits can be
-    edited by us."""
+    edited by us; `drafts`: vLLM proposes draft tokens of its own."""
     traits = {Trait.VLLM} if edits else {Trait.VLLM, Trait.GPU}
     asked = {
         Capability.EMBEDDINGS: sampling.pooling is not None,
@@ -54,6 +54,9 @@ def unsupported(sampling: SamplingParams, *, edits: bool = True) -> str:
     for capability in (each for each, is_asked in asked.items() if is_asked):
         if no := no_to(capability, traits):
             return no.text
+    if drafts and (sampling.min_p or sampling.logit_bias):
+        name = "min_p" if sampling.min_p else "logit_bias"
+        return f"vLLM has no {name} beside its draft tokens (speculative_config)"
     for name, number in NUMBERS.items():
         if not number.in_vllm and getattr(sampling, name) != getattr(DEFAULTS, name):
             return f"vLLM has no {name}"

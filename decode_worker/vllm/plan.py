@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvrelay.decode_worker.vllm.arguments import check_blocks
 from kvrelay.decode_worker.vllm.form import Form, GroupForm
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.identity import VLLM, weight_files
@@ -30,10 +29,9 @@ def opaque_spec(bytes_per_block: int, block_size: int, dtype: str = OPAQUE) -> K
     return KVSpec(1, 1, head_dim, block_size, dtype, num_planes=1)
 
 
-def plan_form(form: Form, engine: EngineSection, path: Path, *, on_gpu: bool) -> KVPlan:
+def plan_form(form: Form, engine: EngineSection, path: Path) -> KVPlan:
     """`engine`: as it is set for this machine. Raises BuildError where the memory that is set for
     KV does not hold a block."""
-    check_blocks(engine, on_gpu=on_gpu)
     ranks, kv_bytes = engine.tensor_parallel_size, int(engine.kv_cache_gib * GIB)
     copies = max(1, ranks // form.num_kv_heads)
     per_block, num_blocks = form.bytes_per_block * copies, engine.num_blocks

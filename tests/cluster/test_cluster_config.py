@@ -86,10 +86,6 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
             "scaling.enabled counts workers, and prefill workers have 4 rank(s), decode workers 1:"
             " give them one tensor_parallel_size, or set scaling.enabled = false",
         ),
-        (
-            "[engine]\nruns = 'vllm'",
-            "engine.runs = 'vllm' without engine.python: the bin/python that has vLLM",
-        ),
         ("[engine]\npython = 'p'", "engine.python = 'p' is for engine.runs = 'vllm'"),
         (
             "[engine]\nruns = 'vllm'\npython = 'p'\ntensor_parallel_size = 2",

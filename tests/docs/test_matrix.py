@@ -254,7 +254,9 @@ def of_weights(no: No, make: Make) -> str:
     if T.GPU in no.where:
         runner = cast(Any, SimpleNamespace(traits=frozenset({T.GPU})))
         return Versions(runner).change(LoadWeights(VERSION)).why
-    config = worker_config(num_blocks=8, block_size=4, has_states=T.STATES in no.where)
+    config = worker_config(
+        num_blocks=8, block_size=4, has_states=T.STATES in no.where, base_weights=b"base"
+    )
     node = VllmWorker(config, ROLES) if T.VLLM in no.where else Worker(config, ROLES)
     [answer] = node.receive(0.0, UpdateWeights("controller", VERSION, UpdateMode.KEEP))
     return str(cast(Any, answer).message.why)

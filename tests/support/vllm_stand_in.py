@@ -40,6 +40,9 @@ class BlockStored(SimpleNamespace): ...
 class BlockRemoved(SimpleNamespace): ...
 
 
+class AllBlocksCleared(SimpleNamespace): ...
+
+
 class EventPublisher:
     def __init__(self, data_parallel_rank: int = 0) -> None: ...
 
@@ -132,6 +135,11 @@ class KVConnectorBase_V1:
         return self._metadata
 
 
+def digest_of(folder: Path) -> str:
+    files = sorted(folder.glob("*.safetensors"))
+    return blake2b(b"".join(each.read_bytes() for each in files), digest_size=4).hexdigest()
+
+
 def next_token(tokens: list[int], drawn: str = "") -> int:
     """What follows. `drawn`: of the seed and the number of tokens drawn by it; "": greedy."""
     return blake2b(f"{tokens} {drawn}".encode(), digest_size=1).digest()[0]
@@ -166,16 +174,19 @@ class LLMEngine:
     loras: dict[int, Any] = field(default_factory=dict)
 
     renderer: Renderer = field(default_factory=Renderer)
+    weights: str = ""  # another one for each folder; "": those that it began with
 
     made: ClassVar[list[LLMEngine]] = []
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
     fails: ClassVar[str] = ""  # what a step raises
+    unreadable: ClassVar[set[str]] = set()  # names of folders that are read in part
 
     @classmethod
     def from_engine_args(cls, args: Any, stat_loggers: list[Any]) -> LLMEngine:
         num_blocks, size = args.num_gpu_blocks_override, args.block_size
         cache = SimpleNamespace(num_gpu_blocks=num_blocks, block_size=size)
         model = SimpleNamespace(
+            model=args.model,
             max_model_len=512 if args.max_model_len < 0 else args.max_model_len,
             dtype="torch.float32",
             get_num_kv_heads=lambda parallel_config: 1,
@@ -228,6 +239,26 @@ class LLMEngine:
             assert lora_request.lora_int_id in self.loras
             request.lora = lora_request.lora_name
         self.requests[key] = request
+
+    def collective_rpc(self, method: Any, args: tuple[str]) -> None:
+        (folder,) = args
+        begun = self.vllm_config.model_config.model
+        self.weights = "" if folder == begun else digest_of(Path(folder))
+        if Path(folder).name in self.unreadable:
+            self.weights = "of both"
+            raise ValueError(f"cannot read {folder}")
+
+    def reset_prefix_cache(self) -> bool:
+        if self.requests:
+            return False
+        self.cached.clear()
+        self.free = [*range(1, self.vllm_config.cache_config.num_gpu_blocks)]
+        self.publisher.publish(SimpleNamespace(events=[AllBlocksCleared()]))
+        return True
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
 
     def list_loras(self) -> set[int]:
         return {*self.loras}
@@ -349,7 +380,11 @@ class LLMEngine:
         for at in range(first, end):
             is_right = at % size or not at or self._reads_its_own(request, at)
             for number, layer in enumerate(self.kv):
-                kv = kv_of(request.tokens[: at + 1], request.lora) + number + (not is_right)
+                kv = (
+                    kv_of(request.tokens[: at + 1], request.lora + self.weights)
+                    + number
+                    + (not is_right)
+                )
                 layer[request.block_ids[at // size], 0, at % size] = kv
 
     def _reads_its_own(self, request: _Request, end: int) -> bool:
@@ -358,7 +393,7 @@ class LLMEngine:
             bool(
                 (
                     layer[request.block_ids[at // size], 0, at % size]
-                    == kv_of(request.tokens[: at + 1], request.lora) + n
+                    == kv_of(request.tokens[: at + 1], request.lora + self.weights) + n
                 ).all()
             )
             for at in range(size - 1, end, size)
@@ -403,7 +438,7 @@ class LLMEngine:
         elif params.temperature:
             self.num_drawn += 1
             drawn = f"{self.seed} of the engine {self.num_drawn}"
-        token = next_token(request.tokens, drawn + request.lora)
+        token = next_token(request.tokens, drawn + request.lora + self.weights)
         if not self._reads_its_own(request, len(request.tokens)):
             token = (token + 1) % VOCAB
         row = -torch.arange(VOCAB, dtype=torch.float32).roll(token) / VOCAB

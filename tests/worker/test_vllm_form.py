@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from msgspec import structs
 
 from kvrelay.decode_worker.vllm import form as forms
 from kvrelay.decode_worker.vllm.arguments import num_processes
+from kvrelay.decode_worker.vllm.build import engine_facts
 from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.form import Form, GroupForm, elsewhere, form_of
 from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged
@@ -54,7 +56,7 @@ UNKNOWN = Form("0.32.0", max_model_len=4096, why_not="vLLM says it of no model w
 
 
 def test_memory_is_planned_in_blocks_of_vllm_and_counted_twice_where_they_are_copied() -> None:
-    plan = plan_form(WHOLE, ENGINE, Path("m"), on_gpu=False)
+    plan = plan_form(WHOLE, ENGINE, Path("m"))
     assert (plan.num_blocks, plan.bytes_per_block) == (1023, 1 << 20), "vLLM keeps one empty"
     assert plan.needed_bytes == 2 * plan.kv_bytes + (1 << 30) + SPARE_BYTES
     assert plan.host_needed_bytes(on_gpu=True) == plan.kv_bytes
@@ -62,18 +64,18 @@ def test_memory_is_planned_in_blocks_of_vllm_and_counted_twice_where_they_are_co
     with pytest.raises(BuildError, match=r"\+ 1.00 KV \+ 1.00 its copy \+ 1.50 spare"):
         check_memory([plan], plan.needed_bytes - 1)
     ranks = structs.replace(ENGINE, tensor_parallel_size=4)
-    plan = plan_form(WHOLE, ranks, Path("m"), on_gpu=False)
+    plan = plan_form(WHOLE, ranks, Path("m"))
     assert (plan.copied_bytes, plan.bytes_per_block) == (0, 2 << 20), "two ranks have each head"
-    assert not plan_form(HYBRID, ENGINE, Path("m"), on_gpu=False).is_copied
+    assert not plan_form(HYBRID, ENGINE, Path("m")).is_copied
     little = structs.replace(ENGINE, kv_cache_gib=0.001)
     with pytest.raises(BuildError, match=r"too little for KV blocks of 0\.001 GiB"):
-        plan_form(WHOLE, little, Path("m"), on_gpu=False)
+        plan_form(WHOLE, little, Path("m"))
 
 
 def test_a_form_that_is_not_known_takes_the_memory_that_is_set(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"0" * 1000)
     (tmp_path / "modeling.py").write_bytes(b"0" * 10)
-    plan = plan_form(UNKNOWN, ENGINE, tmp_path, on_gpu=False)
+    plan = plan_form(UNKNOWN, ENGINE, tmp_path)
     assert (plan.kv_bytes, plan.weights_bytes, plan.is_copied) == (int(GIB), 1000, False)
     assert longest(UNKNOWN, ENGINE, plan) == 4096
 
@@ -92,7 +94,7 @@ def test_the_context_is_what_all_groups_of_layers_hold(
     form: Form, num_blocks: int, expected: int
 ) -> None:
     engine = structs.replace(ENGINE, num_blocks=num_blocks, max_num_batched_tokens=64)
-    plan = plan_form(form, engine, Path("m"), on_gpu=False)
+    plan = plan_form(form, engine, Path("m"))
     assert longest(form, engine, plan) == expected
     with pytest.raises(BuildError, match="max_model_len = 100001: the model has 100000"):
         longest(form, structs.replace(engine, max_model_len=100_001), plan)
@@ -134,7 +136,7 @@ def test_processes_of_vllm_are_counted_by_all_that_divides_a_model() -> None:
     assert num_processes(divided) == 2
     more = structs.replace(divided, arguments={"pipeline_parallel_size": 3, "enforce_eager": True})
     assert num_processes(more) == 6
-    assert not plan_form(WHOLE, more, Path("m"), on_gpu=False).is_copied
+    assert not plan_form(WHOLE, more, Path("m")).is_copied
 
 
 # Asking
@@ -276,5 +278,19 @@ def test_layers_without_a_part_for_each_block_are_not_copied() -> None:
 
 
 def test_spare_is_of_each_process() -> None:
-    plan = plan_form(WHOLE, ENGINE, Path("m"), on_gpu=False)
+    plan = plan_form(WHOLE, ENGINE, Path("m"))
     assert dataclasses.replace(plan, num_ranks=2).spare_bytes == 2 * SPARE_BYTES
+
+
+def test_kv_of_compiled_code_is_found_by_such_code_alone_on_cpus() -> None:
+    model = SimpleNamespace(dtype="torch.bfloat16")
+    copies = SimpleNamespace(form=list)
+    config = SimpleNamespace(model_config=model)
+    vllm: Any = SimpleNamespace(version="0.32", config=config, attention_backends=[], copies=copies)
+
+    def differs(*, on_gpu: bool) -> bool:
+        each = (engine_facts({"enforce_eager": x}, vllm, on_gpu=on_gpu) for x in (True, False))
+        return next(each) != next(each)
+
+    assert differs(on_gpu=False)
+    assert not differs(on_gpu=True)

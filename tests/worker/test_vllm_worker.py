@@ -20,7 +20,7 @@ from msgspec import structs
 from kvrelay.cluster.api.constraints.grammar import grammar_of
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.messages import Decode
-from kvrelay.decode_worker.vllm.arguments import arguments, check_blocks
+from kvrelay.decode_worker.vllm.arguments import arguments
 from kvrelay.decode_worker.vllm.build import build
 from kvrelay.decode_worker.vllm.held import HeldBlocks, salt_of
 from kvrelay.decode_worker.vllm.messages import (
@@ -55,7 +55,6 @@ from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
 from kvrelay.worker.guardian import WorkerGuardian, in_environment
-from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.messages import StartFailed
 from kvrelay.worker.process import Listening
 from kvrelay.worker.spec import WorkerOrder, WorkerSpec
@@ -417,9 +416,13 @@ def test_settings_of_ours_have_the_names_of_vllm() -> None:
     model = ModelSection(dtype="bfloat16", quantization="fp8")
     found = arguments(model, engine, Path("m"), on_gpu=False)
     assert (found["quantization"], found["kv_cache_dtype"]) == ("fp8", "fp8_e4m3")
-    assert "enforce_eager" not in found, "its graphs on CPUs are the compiler's"
-    found = arguments(model, engine, Path("m"), on_gpu=True)
     assert found["enforce_eager"]
+    assert arguments(model, engine, Path("m"), on_gpu=True)["enforce_eager"]
+    graphs = replace_section(cuda_graphs=True)
+    assert arguments(model, graphs, Path("m"), on_gpu=False)["enforce_eager"]
+    assert not arguments(model, graphs, Path("m"), on_gpu=True)["enforce_eager"]
+    own = replace_section(arguments={"enforce_eager": False})
+    assert not arguments(model, own, Path("m"), on_gpu=False)["enforce_eager"]
 
 
 def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
@@ -454,11 +457,21 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
             Refusal.UNSUPPORTED,
             "no budget for reasoning",
         ),
+        (
+            replace(WORK, sampling=replace(GREEDY, min_p=0.1)),
+            Refusal.UNSUPPORTED,
+            "no min_p beside its draft tokens",
+        ),
+        (
+            replace(WORK, sampling=replace(GREEDY, logit_bias=((7, 1.0),))),
+            Refusal.UNSUPPORTED,
+            "no logit_bias beside its draft tokens",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_refused_in_words(work: Any, reason: Refusal, said: str) -> None:
     config = replace_config(num_blocks=8) if reason is Refusal.NEVER_FITS else CONFIG
-    node = VllmWorker(config, ROLES, edits=False)  # as on a GPU
+    node = VllmWorker(config, ROLES, edits=False, drafts=True)  # as on a GPU with a drafter
     [refused] = sent(node.receive(0.0, work), Refused)
     assert refused.reason is reason
     assert said in refused.detail
@@ -513,11 +526,11 @@ def test_rates_are_of_prompts_and_of_decodes_apart() -> None:
     assert (stats.num_free_blocks, stats.num_running, stats.num_decoding) == (13, 1, 1)
 
 
-def test_weights_stay_and_who_asks_hears_why() -> None:
+def test_weights_without_versions_stay_and_who_asks_hears_why() -> None:
     asked = UpdateWeights("controller", WeightVersion("new", b"d"), UpdateMode.DRAIN)
     [said] = sent(worker().receive(0.0, asked), WeightsUpdated)
     assert (said.wanted, said.fingerprint) == (b"d", CONFIG.fingerprint)
-    assert "restart the server" in said.why
+    assert "no *.safetensors" in said.why
 
 
 def test_its_process_finds_our_source_and_nothing_else_of_ours(
@@ -623,7 +636,9 @@ def test_a_grammar_has_the_form_that_vllm_takes(grammar: str, expected: Any) -> 
     assert structure(grammar) == expected
 
 
-def test_blocks_that_vllm_has_no_attention_for_are_refused() -> None:
-    with pytest.raises(BuildError, match=r"block_size = 16: vLLM's attention .* set it to 32"):
-        check_blocks(EngineSection(), on_gpu=False)
-    check_blocks(EngineSection(), on_gpu=True)
+@pytest.mark.parametrize(
+    ("given", "gpu", "sized"), [(16, False, 32), (33, False, 64), (16, True, 16)]
+)
+def test_blocks_have_a_size_that_vllm_has_attention_for(given: int, gpu: bool, sized: int) -> None:
+    assert EngineSection(runs="vllm", block_size=given).sized(gpu=gpu).block_size == sized
+    assert EngineSection(block_size=given).sized(gpu=gpu).block_size == given

@@ -11,20 +11,29 @@ which an operator may go back, and those that are being rolled out.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from kvrelay.engine.cache_dir import file_digest, publish_dir
 from kvrelay.engine.identity import VOCABULARY_FILES, WEIGHTS, files_of, identity_of
 from kvrelay.engine.model.checkpoint.families import read_config
-from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError, WeightsMissing
 from kvrelay.engine.weights import NAME_DIGITS, WeightVersion
 
 KEPT = 3
+_NO_SHAPE = (
+    "bos_token_id",
+    "eos_token_id",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "_name_or_path",
+)
 log = logging.getLogger("kvrelay.weights")
 
 
@@ -45,9 +54,9 @@ def read_version(path: Path, name: str = "", base: Path | None = None) -> Weight
 def _check(path: Path, base: Path) -> None:
     """Raises ModelError where requests would mean something else with the model in `path`."""
     if (path / "config.json").is_file():
-        one, other = (_shape(read_config(each)) for each in (path, base))
-        for field in (each.name for each in fields(one)):
-            mine, its = getattr(one, field), getattr(other, field)
+        one, other = _shape(path), _shape(base)
+        for field in (*one, *other):
+            mine, its = one.get(field), other.get(field)
             if mine != its:
                 raise ModelError(
                     f"{path} is another model than {base}: {field} is {mine!r}, not {its!r};"
@@ -59,9 +68,17 @@ def _check(path: Path, base: Path) -> None:
             raise ModelError(f"{mine} differs from {its}: tokens would mean something else")
 
 
-def _shape(config: ModelConfig) -> ModelConfig:
-    """Where outputs end is the server's matter."""
-    return replace(config, bos_token_id=None, eos_token_ids=())
+def _shape(path: Path) -> dict[str, Any]:
+    """What weights have to fit. Where outputs end is the server's matter. Raises ModelError."""
+    try:
+        config = replace(read_config(path), bos_token_id=None, eos_token_ids=())
+        return {each.name: getattr(config, each.name) for each in fields(config)}
+    except ModelError as error:  # another engine may read it
+        try:
+            raw: dict[str, Any] = json.loads((path / "config.json").read_bytes())
+        except ValueError:
+            raise error from None
+        return {name: value for name, value in raw.items() if name not in _NO_SHAPE}
 
 
 def find_version(version: WeightVersion, model: Path, cache: Path) -> Path:
