@@ -327,8 +327,8 @@ class ModelConfig:
         return self.changes_queries or self.single_blocks or has_norms or self.layer_inputs > 0
 
     @property
-    def torch_only(self) -> str:
-        """What of it only the operations in torch compute; "": nothing."""
+    def cpu_lacks(self) -> str:
+        """What of it the kernels of CPUs do not compute, so that torch does; "": nothing."""
         if self.learned_sinks:
             return "learned attention sinks"
         if self.experts is not None and self.experts.has_biases:
@@ -557,10 +557,10 @@ def weights_bytes(
     CPU once packed; with "int8" every matrix is one byte a number and the scales of its groups, but
     not the table whose rows are read; with "int4" half a byte, scales and offsets, but for the
     head; with "fp8" one byte, and a scale for each row, but for experts. On a GPU the head is never
-    quantized, and where torch alone computes a model nothing is."""
+    quantized, and where torch computes in place of a CPU's kernels nothing is."""
     table, wide = config.vocab_size * config.hidden_size, config.num_float32
     total = config.num_parameters + (table if config.tie_word_embeddings else 0)
-    quantization = "none" if config.torch_only else quantization
+    quantization = "none" if config.cpu_lacks and not on_gpu else quantization
     each: float = DTYPE_BYTES[dtype]
     depths, left = _depths(config), 0
     head = each

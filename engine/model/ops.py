@@ -29,6 +29,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
 GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are corrected
 
 

@@ -18,7 +18,6 @@ import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.batch import Batch, Guard, Limits, Table
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader

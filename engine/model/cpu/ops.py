@@ -57,8 +57,8 @@ class CpuOps:
         low_precision: the kind (cpu.linear) of GEMM with rounded factors, or 0 for none; None: if
         `dtype` is bfloat16, what is fastest on this CPU. Raises KernelsUnavailable for what the
         kernels do not know."""
-        if config.torch_only:
-            raise KernelsUnavailable(f"{config.torch_only} are not handled")
+        if config.cpu_lacks:
+            raise KernelsUnavailable(f"{config.cpu_lacks} are not handled")
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
         if low_precision is None:

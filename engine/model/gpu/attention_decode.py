@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from kvrelay.engine.model.gpu.attention_tile import (
+    LOG2E,
     LOWEST,
     Tiling,
     attend,
     attended,
     first_seen,
     multiprocessors,
+    with_sink,
 )
 from kvrelay.engine.model.gpu.cache_pool import Pool
 
@@ -60,6 +62,7 @@ def decode_attention(
     window: int = 0,
     num_sinks: int = 0,
     sink_queries: torch.Tensor | None = None,
+    head_sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> None:
@@ -69,7 +72,8 @@ def decode_attention(
 
     query_start, query_len, context_len [S] int32; block_tables [S, widest] int32, on the device;
     nothing is read back. window, num_sinks as in ModelConfig; a negative window: chunks of so many
-    positions. sink_queries as `rope_write` left them, needed where both are set."""
+    positions. sink_queries as `rope_write` left them, needed where both are set. head_sinks
+    [num_heads] float32: a score more in each head's softmax, which no key has."""
     num_seqs, group = len(query_start), num_heads // pool.num_kv_heads
     if not num_seqs:
         return
@@ -80,8 +84,8 @@ def decode_attention(
     partial, lse = partials(out, num_seqs, num_heads, num_splits, pool.head_dim)
     constants = pool.constants
     _decode[(pool.num_kv_heads * tiles, num_seqs, num_splits)](
-        out, partial, lse, queries, sink_queries, pool.data, query_start, query_len, context_len,
-        block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
+        out, partial, lse, queries, sink_queries, head_sinks, pool.data, query_start, query_len,
+        context_len, block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
         DIRECT=num_splits == 1, GROUP=group, TILES=tiles, NUM_HEADS=num_heads,
         QUERY_STRIDE=queries.stride(0), OUT_STRIDE=out.stride(0), WINDOW=window, NUM_SINKS=sinks,
         MIN_KEYS=MIN_KEYS, SCALE=scale, SOFTCAP=softcap, HEAD_DIM=pool.head_dim,
@@ -90,7 +94,8 @@ def decode_attention(
         num_stages=tiling.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        merge(out, partial, lse, query_start, query_len, context_len, window, tiling.block_n)
+        where = (query_start, query_len, context_len)
+        merge(out, partial, lse, *where, window, tiling.block_n, head_sinks)
 
 
 def partials(
@@ -111,12 +116,13 @@ def merge(
     context_len: torch.Tensor,
     window: int,
     block_n: int,
+    head_sinks: torch.Tensor | None = None,
 ) -> None:
     """Splits -> rows of out [N, num_heads * width]."""
     num_seqs, num_heads, num_splits, width = partial.shape
     block_d = min(128, triton.next_power_of_2(width))
     _merge[(num_heads, num_seqs, triton.cdiv(width, block_d))](
-        out, partial, lse, query_start, query_len, context_len, num_splits,
+        out, partial, lse, head_sinks, query_start, query_len, context_len, num_splits,
         NUM_HEADS=num_heads, OUT_STRIDE=out.stride(0), WINDOW=window, MIN_KEYS=MIN_KEYS,
         BLOCK_N=block_n, SPLITS=triton.next_power_of_2(num_splits), WIDTH=width, BLOCK_D=block_d,
         num_warps=4,
@@ -131,8 +137,8 @@ def split_keys(keys, num_splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _decode(
-    out, partial, lse, queries, sink_queries, pool, query_start, query_len, context_len, tables,
-    layer_offset, table_stride, num_splits,
+    out, partial, lse, queries, sink_queries, head_sinks, pool, query_start, query_len, context_len,
+    tables, layer_offset, table_stride, num_splits,
     DIRECT: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, NUM_HEADS: tl.constexpr,
     QUERY_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     NUM_SINKS: tl.constexpr, MIN_KEYS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -177,6 +183,9 @@ def _decode(
         False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
         PLANE_STRIDE, BLOCK_SIZE, FP8,
     )  # fmt: skip
+    if DIRECT and head_sinks is not None:
+        sink = tl.load(head_sinks + heads, mask=member < GROUP, other=0.0)
+        acc, total = with_sink(acc, total, highest, sink)
     acc = attended(acc, total, unit, FP8)
     if DIRECT:
         tl.store(out + row * OUT_STRIDE + at, acc.to(out.dtype.element_ty), mask=inside)
@@ -188,7 +197,7 @@ def _decode(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge(
-    out, partial, lse, query_start, query_len, context_len, num_splits,
+    out, partial, lse, head_sinks, query_start, query_len, context_len, num_splits,
     NUM_HEADS: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -203,10 +212,16 @@ def _merge(
     is_split = split < tl.cdiv(keys, split_keys(keys, num_splits, BLOCK_N, MIN_KEYS))
     part = (seq.to(tl.int64) * NUM_HEADS + head) * num_splits + split
     log = tl.load(lse + part, mask=is_split, other=float("-inf"))
-    weight = tl.exp2(log - tl.max(log, 0))
+    top = tl.max(log, 0)
+    rest = 0.0
+    if head_sinks is not None:
+        sink = tl.load(head_sinks + head) * LOG2E
+        top = tl.maximum(top, sink)
+        rest = tl.exp2(sink - top)
+    weight = tl.exp2(log - top)
     inside = is_split[:, None] & (dims < WIDTH)[None, :]
     acc = tl.load(partial + part[:, None] * WIDTH + dims[None, :], mask=inside, other=0.0)
-    merged = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
+    merged = tl.sum(acc * weight[:, None], 0) / (tl.sum(weight, 0) + rest)
     row = tl.load(query_start + seq).to(tl.int64)
     at = out + row * OUT_STRIDE + head * WIDTH + dims
     tl.store(at, merged.to(out.dtype.element_ty), mask=dims < WIDTH)

@@ -21,6 +21,7 @@ from kvrelay.engine.model.gpu.attention_tile import (
     attended,
     first_seen,
     shared_memory,
+    with_sink,
 )
 from kvrelay.engine.model.gpu.cache_pool import Pool
 
@@ -79,6 +80,7 @@ def prefill_attention(
     window: int = 0,
     num_sinks: int = 0,
     sink_queries: torch.Tensor | None = None,
+    head_sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> None:
@@ -91,8 +93,8 @@ def prefill_attention(
     assert not sinks or sink_queries is not None
     tiling = tiling or prefill_tiling(pool)
     _prefill[(len(tiles) * pool.num_kv_heads,)](
-        out, queries, sink_queries, pool.data, tiles, query_start, query_len, context_len,
-        block_tables, pool.layer_offset(layer), block_tables.stride(0),
+        out, queries, sink_queries, head_sinks, pool.data, tiles, query_start, query_len,
+        context_len, block_tables, pool.layer_offset(layer), block_tables.stride(0),
         GROUP=num_heads // pool.num_kv_heads, NUM_KV_HEADS=pool.num_kv_heads, NUM_HEADS=num_heads,
         QUERY_STRIDE=queries.stride(0), OUT_STRIDE=out.stride(0), WINDOW=window, NUM_SINKS=sinks,
         SCALE=scale, SOFTCAP=softcap, HEAD_DIM=pool.head_dim,
@@ -104,8 +106,8 @@ def prefill_attention(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
-    out, queries, sink_queries, pool, tiles, query_start, query_len, context_len, tables,
-    layer_offset, table_stride,
+    out, queries, sink_queries, head_sinks, pool, tiles, query_start, query_len, context_len,
+    tables, layer_offset, table_stride,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     QUERY_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     NUM_SINKS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -162,5 +164,8 @@ def _prefill(
         False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
         PLANE_STRIDE, BLOCK_SIZE, FP8,
     )  # fmt: skip
+    if head_sinks is not None:
+        sink = tl.load(head_sinks + kv_head * GROUP + row % GROUP)
+        acc, total = with_sink(acc, total, highest, sink)
     acc = attended(acc, total, unit, FP8).to(out.dtype.element_ty)
     tl.store(out + token * OUT_STRIDE + at, acc, mask=inside)

@@ -112,6 +112,15 @@ def first_seen(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def with_sink(acc, total, highest, sink):
+    """State of the loop, as if each row had seen one key more, of score `sink` [M] and no value."""
+    score = sink * LOG2E
+    top = tl.maximum(highest, score)
+    kept = tl.exp2(highest - top)
+    return acc * kept[:, None], total * kept + tl.exp2(score - top)
+
+
+@triton.jit
 def attended(acc, total, unit, FP8: tl.constexpr):
     """State of the loop -> rows of the result."""
     if FP8:

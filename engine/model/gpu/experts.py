@@ -26,7 +26,7 @@ BLOCK_M_MANY, BLOCK_N_MANY = 64, 128
 class ExpertWeights:
     """Matrices are floats, or int8 with scales as of engine.model.quantize."""
 
-    gate_ups: torch.Tensor  # [num_experts, 2 * width, hidden_size]
+    gate_ups: torch.Tensor  # [num_experts, 2 * width, hidden_size]; without a gate [.., width, ..]
     downs: torch.Tensor  # [num_experts, hidden_size, width]
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
@@ -50,15 +50,18 @@ def add_experts(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     activation: str,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
-    """hidden [N, hidden_size] += sum over k of weights[N, k] * expert chosen[N, k] of x."""
+    """hidden [N, hidden_size] += sum over k of weights[N, k] * expert chosen[N, k] of x. biases: of
+    both projections, float32 [num_experts, rows of the matrix]."""
     num_tokens, num_chosen = chosen.shape
     if not num_tokens:
         return
     tiles = _tiles(chosen, len(experts.downs))
-    gate_up = _grouped(x, experts.gate_ups, experts.gate_up_scales, tiles, num_chosen, None)
-    active = gated(gate_up, activation)  # a row per place in `pairs`
-    out = _grouped(active, experts.downs, experts.down_scales, tiles, 0, weights)
+    gate_ups = experts.gate_ups, experts.gate_up_scales, biases[0]
+    active = gated(_grouped(x, *gate_ups, tiles, num_chosen, None), activation)
+    # It has a row per place in `pairs`.
+    out = _grouped(active, experts.downs, experts.down_scales, biases[1], tiles, 0, weights)
     # A token's parts are added in the order of its choices, the same for any batch.
     hidden += out.view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden.dtype)
 
@@ -83,6 +86,7 @@ def _grouped(
     x: torch.Tensor,
     matrices: torch.Tensor,
     scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
     tiles: _Tiles,
     num_chosen: int,
     weights: torch.Tensor | None,
@@ -97,7 +101,7 @@ def _grouped(
     many = tiles.block_m == BLOCK_M_MANY
     block_n = BLOCK_N_MANY if many else BLOCK_N
     _product[(len(tiles.expert), triton.cdiv(width, block_n))](
-        x, matrices, scales, out, tiles.pairs, tiles.expert, tiles.first, tiles.end,
+        x, matrices, scales, bias, out, tiles.pairs, tiles.expert, tiles.first, tiles.end,
         None if weights is None else weights.contiguous(), x.stride(0), width, depth, num_experts,
         GATHER=num_chosen, BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=GROUP,
         num_warps=8 if many else 4, num_stages=3,
@@ -107,8 +111,8 @@ def _grouped(
 
 @triton.jit
 def _product(
-    x, matrices, scales, out, pairs, tile_expert, tile_first, tile_end, weights, x_stride, width,
-    depth, num_experts, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, matrices, scales, bias, out, pairs, tile_expert, tile_first, tile_end, weights, x_stride,
+    width, depth, num_experts, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile: BLOCK_M pairs of one expert, BLOCK_N outputs. GATHER: choices per token, or 0.
@@ -142,6 +146,8 @@ def _product(
                 total += part * tl.load(s_at, mask=is_out, other=0.0).to(tl.float32)[None, :]
             else:
                 total = tl.dot(left, right, total, input_precision="ieee")
+        if bias is not None:
+            total += tl.load(bias + expert * width + n, mask=is_out, other=0.0)[None, :]
         if GATHER == 0:
             total *= tl.load(weights + pair, mask=is_row, other=0.0).to(tl.float32)[:, None]
         place = out + target[:, None] * width + n[None, :]

@@ -183,7 +183,6 @@ class TritonOps(TensorOps):
     def attention(
         self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        assert sinks is None  # `_check` has refused them
         c = self._config
         width = c.num_heads * c.kv_heads(layer).key_dim
         out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
@@ -201,6 +200,7 @@ class TritonOps(TensorOps):
             window=c.window_or_chunk(layer),
             num_sinks=c.num_sinks if c.window(layer) else 0,
             sink_queries=to_sinks,
+            head_sinks=sinks,
             softcap=c.attention_softcap,
         )
         return out
@@ -274,9 +274,12 @@ class TritonOps(TensorOps):
     def add_experts(
         self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
     ) -> None:
-        logits = F.linear((x if routed is None else routed).float(), layer.router)
+        routed = x if routed is None else routed
+        logits = F.linear(routed.float(), layer.router, layer.router_bias)
         x, chosen, weights = choose_experts(x, logits, layer, self._config)
-        mixture.add_experts(hidden, x, layer.experts, chosen, weights, self._config.activation)
+        biases = layer.gate_up_bias, layer.down_bias
+        parts = layer.experts, chosen, weights, self._config.activation, biases
+        mixture.add_experts(hidden, x, *parts)
 
     def _attend(
         self,
@@ -325,8 +328,6 @@ def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantiza
         raise KernelsUnavailable("Triton's kernels need a GPU")
     if quantization == "fp8" and dtype != torch.bfloat16:
         raise KernelsUnavailable("model.quantization = fp8 needs model.dtype = bfloat16")
-    if config.torch_only:
-        raise KernelsUnavailable(f"{config.torch_only} are not handled")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
     if any(each.key_dim != each.value_dim for each in config.layer_heads):

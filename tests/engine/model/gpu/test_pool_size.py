@@ -110,7 +110,7 @@ def fitted_and_given(
 
 INTERPRETED = [
     pytest.param("triton", each, marks=() if each == "lfm2" else pytest.mark.slow)
-    for each in HYBRID
+    for each in ("gpt-oss", *HYBRID)
 ]
 
 

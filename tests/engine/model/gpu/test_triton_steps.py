@@ -146,6 +146,8 @@ def test_blocks_that_moved_are_looked_up_anew(triton, expected):
         pytest.param("minimax-m2", "", "float32"),
         pytest.param("mistral4", "", "float32"),
         pytest.param("llama4", "", "float32"),
+        pytest.param("gpt-oss", "", "float32"),
+        pytest.param("gpt-oss", "int8", "float8_e4m3"),
     ],
 )
 def test_every_kind_of_model_gives_the_tokens_of_torch(family, kind, kv_dtype, checkpoint_of):
