@@ -84,10 +84,9 @@ class TritonOps(TensorOps):
         self._pool = Pool(pool, c.attention_spec(1, "float32").head_dim)
         self._pools: dict[int, Pool] = {}  # where heads differ: each layer's alone
         for layer, (keys, values) in kv_planes(pool, c).items() if c.layer_heads else ():
-            shape, (block, *inner) = (len(keys), 1, 2, *keys.shape[1:]), keys.stride()
-            apart = values.storage_offset() - keys.storage_offset()
-            view = pool.as_strided(shape, (block, 0, apart, *inner), keys.storage_offset())
-            self._pools[layer] = Pool(view, c.kv_heads(layer).key_dim)
+            heads, apart = c.kv_heads(layer), values.storage_offset() - keys.storage_offset()
+            data = keys.unsqueeze(1).unsqueeze(1)  # one layer, one plane
+            self._pools[layer] = Pool(data, heads.key_dim, heads.value_dim, apart)
 
     def _pool_of(self, layer: int) -> tuple[Pool, int]:
         """A layer's pool, and its place in the blocks of that."""
@@ -184,11 +183,13 @@ class TritonOps(TensorOps):
         self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         c = self._config
-        width = c.num_heads * c.kv_heads(layer).key_dim
-        out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
-        to_sinks = self._sink_queries if self._has_sinks(layer) else None
+        kv, to_sinks = c.kv_heads(layer), self._sink_queries if self._has_sinks(layer) else None
+        shape = (len(qkv), c.num_heads * kv.value_dim)
+        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
         if to_sinks is not None and self._rope_of(layer) is None:
-            to_sinks = qkv[:, :width].contiguous()  # where nothing rotates, all queries are alike
+            to_sinks = qkv[
+                :, : c.num_heads * kv.key_dim
+            ].contiguous()  # where nothing rotates, all queries are alike
         self._attend(
             decode_attention,
             prefill_attention,
@@ -330,8 +331,6 @@ def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantiza
         raise KernelsUnavailable("model.quantization = fp8 needs model.dtype = bfloat16")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
-    if any(each.key_dim != each.value_dim for each in config.layer_heads):
-        raise KernelsUnavailable("values of another size than keys are not handled")
     if config.layer_heads and config.num_sinks:
         raise KernelsUnavailable("attention sinks with heads that differ by layer are not handled")
     if config.latent is not None and any(config.windows):

@@ -148,10 +148,13 @@ def test_blocks_that_moved_are_looked_up_anew(triton, expected):
         pytest.param("llama4", "", "float32"),
         pytest.param("gpt-oss", "", "float32"),
         pytest.param("gpt-oss", "int8", "float8_e4m3"),
+        pytest.param("mimo-v2", "", "float32"),
+        pytest.param("mimo-v2", "", "float8_e4m3"),
     ],
 )
 def test_every_kind_of_model_gives_the_tokens_of_torch(family, kind, kv_dtype, checkpoint_of):
-    model = checkpoint_of(family, num_hidden_layers=2 if INTERPRETED else 4)
+    layers = 3 if family == "mimo-v2" else 2 if INTERPRETED else 4  # of MiMo each is named
+    model = checkpoint_of(family, num_hidden_layers=layers)
     tokens = []
     for name in ("torch", "triton"):
         dtype = "bfloat16" if kind == "fp8" else "float32"
