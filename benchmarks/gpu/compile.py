@@ -217,6 +217,17 @@ def experts() -> Callable[[], None]:
     return lambda: add_experts(hidden, hidden, ExpertWeights(ups, downs), chosen, weights, "silu")
 
 
+def packed_experts(num_tokens: int) -> Callable[[], None]:
+    """Compiles gpt-oss' kind, in MXFP4."""
+    ups, downs = torch.zeros(8, 512, 128).byte(), torch.zeros(8, 256, 128).byte()
+    scales = (torch.zeros(8, rows, 8).byte() for rows in (512, 256))
+    hidden, chosen = torch.zeros(num_tokens, 256).bfloat16(), torch.zeros(num_tokens, 2).long()
+    stacked, weights = ExpertWeights(ups, downs, *scales), torch.ones(num_tokens, 2)
+    biases = torch.zeros(8, 512), torch.zeros(8, 256)
+    kind = "clamped_swish"
+    return lambda: add_experts(hidden, hidden, stacked, chosen, weights, kind, biases)
+
+
 def drawing() -> Callable[[], None]:
     rows = [ScheduledSeq("", [0], 0, [0], True, DEFAULTS, [0], 1)] * 4
     draws = {name: torch.from_numpy(each) for name, each in draws_of(rows).items()}
@@ -266,6 +277,8 @@ CASES = {
     "int8, many rows": int8_linear(256),
     "fp8 inputs": lambda: fp8.quantize_rows(torch.zeros(4, 4096).bfloat16()),
     "experts": experts(),
+    "experts in MXFP4": packed_experts(4),
+    "experts in MXFP4, many rows": packed_experts(512),
     "draw": drawing(),
     "penalize": penalizing(),
     "checksums, one chunk": lambda: Checksums(

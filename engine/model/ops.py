@@ -187,7 +187,8 @@ class Ops(Protocol):
 
     def experts(self, gate_ups: Any, downs: Any) -> Any:
         """Prepare stacked experts: gate_ups [E, 2 * width, hidden], or without a gate half as many
-        rows, and downs [E, hidden, width]."""
+        rows, and downs [E, hidden, width]. Both are tensors or, where `ModelConfig.learned_sinks`
+        and biases make them gpt-oss', may be `Mxfp4`."""
         ...
 
     def expert_biases(

@@ -325,6 +325,7 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
         intermediate_size=count(raw, "intermediate_size", 2880),
         normalize=True,
         has_biases=True,
+        in_mxfp4=(raw.get("quantization_config") or {}).get("quant_method") == "mxfp4",
     )
     windows = windows_of(raw, raw.get("sliding_window", 128), lambda index: index % 2 == 0)
     return base(

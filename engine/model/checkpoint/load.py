@@ -33,6 +33,7 @@ from kvrelay.engine.model.checkpoint.quantized_config import (
 from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES, recurrent_weights
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.mxfp4 import GROUP, Mxfp4, e8m0, unpack_fp4
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import (
     AttentionWeights,
@@ -47,8 +48,6 @@ from kvrelay.engine.model.weights import (
 
 Get = Callable[[str], torch.Tensor | None]  # a tensor by its name; None: there is none
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight columns
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
 _CHUNK_WORDS = 1 << 18  # at a time: bits take 32 bytes each while they are separated
 NARROW = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -70,23 +69,21 @@ class QuantizedWeights:
             reason = str(error).splitlines()[0]
             raise ModelError(f"{module}: its quantized parts do not fit: {reason}") from error
 
-    def read_stacked(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    def read_stacked(self, name: str, shape: tuple[int, int, int]) -> Mxfp4 | None:
         """The stacked matrices `name` in MXFP4 as gpt-oss has them: blocks [..., out, in / 32, 16],
         and a scale for each. None: they are not quantized. Raises ModelError."""
         blocks = self._get(f"{name}_blocks")
         if blocks is None:
             return None
         scales = self._needed(f"{name}_scales")
-        whole = torch.empty(shape, dtype=self._dtype)
-        if blocks.shape[:-1] != scales.shape or blocks.shape[-2:] != (shape[-1] // 32, 16):
+        number, rows, columns = shape
+        wanted = (number, rows, columns // GROUP)
+        if columns % GROUP or scales.shape != wanted or blocks.shape != (*wanted, GROUP // 2):
             raise ModelError(
                 f"{name}: blocks {[*blocks.shape]} and scales {[*scales.shape]} do not make "
                 f"{[*shape]}"
             )
-        for index, (pairs, scale) in enumerate(zip(blocks, scales, strict=True)):
-            numbers = _unpack_fp4(pairs) * _scale_values(scale).unsqueeze(-1)
-            whole[index] = numbers.flatten(1)
-        return whole
+        return Mxfp4(blocks.flatten(2), scales)
 
     def _read(self, module: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         group = self._config.group(module)
@@ -98,7 +95,7 @@ class QuantizedWeights:
         narrow = packed if packed is not None else self._get(f"{module}.weight")
         if narrow is None or narrow.dtype not in NARROW:
             return None
-        numbers = _unpack_fp4(narrow) if narrow.dtype is torch.uint8 else narrow.float()
+        numbers = unpack_fp4(narrow) if narrow.dtype is torch.uint8 else narrow.float()
         zero = self._get(f"{module}.weight_zero_point")
         return self._widened(module, numbers, group, None if zero is None else zero.float())
 
@@ -197,18 +194,10 @@ def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
     return numbers.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
 
 
-def _unpack_fp4(pairs: torch.Tensor) -> torch.Tensor:
-    """pairs [rows, n] uint8, the first number in the lower half -> [rows, 2 n] float32."""
-    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
-    return table[codes.int()]
-
-
 def _scale_values(scale: torch.Tensor) -> torch.Tensor:
     """Scales as they are stored, floats of any width or exponents (uint8), as float32."""
     if scale.dtype is torch.uint8:
-        exponents = scale.int() - _E8M0_BIAS
-        return torch.ldexp(torch.ones(scale.shape), exponents)
+        return e8m0(scale)
     return scale.float()
 
 
@@ -529,7 +518,6 @@ class Layer:
             # Llama 4 has [experts, in, out].
             gate_ups = self._transposed(name + "gate_up_proj", number, 2 * width, c.hidden_size)
             downs = self._transposed(name + "down_proj", number, c.hidden_size, width)
-            gate_ups, downs = gate_ups.contiguous(), downs.contiguous()
         elif self._checkpoint.has(f"{self._prefix}{name}gate_up_proj"):  # stacked already
             gate_ups = self._get(name + "gate_up_proj", number, 2 * width, c.hidden_size)
             downs = self._get(name + "down_proj", number, c.hidden_size, width)
@@ -550,27 +538,30 @@ class Layer:
         downs = self._transposed("mlp.experts.down_proj", number, hidden, width)
         gate_up_bias = self._get("mlp.experts.gate_up_proj_bias", number, 2 * width)
         down_bias = self._get("mlp.experts.down_proj_bias", number, hidden)
-        gate_ups, gate_up_bias = (
-            torch.cat((each[:, 0::2], each[:, 1::2]), dim=1) for each in (gate_ups, gate_up_bias)
-        )
+        gates, ups = slice(0, None, 2), slice(1, None, 2)
+        gate_up_bias = torch.cat((gate_up_bias[:, gates], gate_up_bias[:, ups]), dim=1)
+        if isinstance(gate_ups, Mxfp4):
+            gate_ups = gate_ups.rows(gates, ups)
+        else:
+            gate_ups = torch.cat((gate_ups[:, gates], gate_ups[:, ups]), dim=1)
         of_gate_up, of_down = self._ops.expert_biases(gate_up_bias, down_bias)
         return ExpertsWeights(
             router=self._ops.router(self._get("mlp.router.weight", number, hidden)),
             bias=None,
-            experts=self._ops.experts(gate_ups, downs.contiguous()),
+            experts=self._ops.experts(gate_ups, downs),
             router_bias=self._ops.vector(self._get("mlp.router.bias", number)),
             gate_up_bias=of_gate_up,
             down_bias=of_down,
         )
 
-    def _transposed(self, name: str, number: int, rows: int, columns: int) -> torch.Tensor:
+    def _transposed(self, name: str, number: int, rows: int, columns: int) -> torch.Tensor | Mxfp4:
         """The stacked matrices `name`, [number, rows, columns], however they are stored."""
         quantized = self._checkpoint.quantized
         if quantized:
             found = quantized.read_stacked(self._prefix + name, (number, rows, columns))
             if found is not None:
                 return found
-        return self._get(name, number, columns, rows).transpose(1, 2)
+        return self._get(name, number, columns, rows).transpose(1, 2).contiguous()
 
     def _stacked_experts(
         self, prefix: str, names: tuple[str, ...]

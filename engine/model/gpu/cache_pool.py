@@ -24,8 +24,8 @@ class Pool:
 
     data: torch.Tensor
     head_dim: int
-    other_dim: int = 0  # of values, where they have another
-    apart: int = 0  # elements from a head's keys to its values, where they have another
+    other_dim: int = 0  # that values have, where it is another
+    apart: int = 0  # elements from a head's keys to its values, likewise
 
     def __post_init__(self) -> None:
         assert self.data[0, 0, 0, 0].is_contiguous()

@@ -33,6 +33,7 @@ from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.staging import to_device
+from kvrelay.engine.model.mxfp4 import Mxfp4
 from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
 from kvrelay.engine.model.quantize import quantize
 from kvrelay.engine.model.recurrence import DeltaRows
@@ -84,7 +85,7 @@ class TritonOps(TensorOps):
         self._pool = Pool(pool, c.attention_spec(1, "float32").head_dim)
         self._pools: dict[int, Pool] = {}  # where heads differ: each layer's alone
         for layer, (keys, values) in kv_planes(pool, c).items() if c.layer_heads else ():
-            heads, apart = c.kv_heads(layer), values.storage_offset() - keys.storage_offset()
+            heads, apart = c.kv_heads(layer), int(values.storage_offset() - keys.storage_offset())
             data = keys.unsqueeze(1).unsqueeze(1)  # one layer, one plane
             self._pools[layer] = Pool(data, heads.key_dim, heads.value_dim, apart)
 
@@ -261,7 +262,14 @@ class TritonOps(TensorOps):
         places = (batch.tables_of(group), batch.slots_of(group), batch.positions)
         return Where(*places, batch.query_start, batch.query_len)
 
-    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> mixture.ExpertWeights:
+    def experts(
+        self, gate_ups: torch.Tensor | Mxfp4, downs: torch.Tensor | Mxfp4
+    ) -> mixture.ExpertWeights:
+        if isinstance(gate_ups, Mxfp4) and isinstance(downs, Mxfp4):  # less than int8 and FP8
+            numbers = (gate_ups.pairs, downs.pairs, gate_ups.scales, downs.scales)
+            return mixture.ExpertWeights(*(each.to(self._device) for each in numbers))
+        assert isinstance(gate_ups, torch.Tensor)
+        assert isinstance(downs, torch.Tensor)
         if self._quantization == "int8":  # in fp8 they stay as they are
             pairs = [quantize(each.to(self._device)) for each in (gate_ups, downs)]
             return mixture.ExpertWeights(pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])

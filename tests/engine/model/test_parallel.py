@@ -14,11 +14,14 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.model.mxfp4 import Mxfp4
 from kvrelay.engine.model.parallel.ops import Group, Meeting, Member
 from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
+from tests.engine.model.checkpoint.test_quantized import in_mxfp4, write
 from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
 from tests.support.adapters import linear_modules, write_adapter
@@ -194,6 +197,20 @@ def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "load", unavailable)
     path = checkpoint_of(family)
     compare(path, Ranks(path, 2, tmp_path / "meeting"))
+
+
+def test_experts_in_mxfp4_are_cut_between_their_groups(checkpoint_of, tmp_path, monkeypatch):
+    """A rank's 80 of 160 columns are no whole groups of 32: it has 96, the last with zeros."""
+    source = checkpoint_of("gpt-oss")
+    write(source, tmp_path / "model", in_mxfp4(source)[0], {"quant_method": "mxfp4"})
+    cut = []
+    plain = TorchOps.experts
+    monkeypatch.setattr(
+        TorchOps, "experts", lambda ops, *both: cut.append(both) or plain(ops, *both)
+    )
+    compare(tmp_path / "model", Ranks(tmp_path / "model", 2, tmp_path / "meeting"))
+    assert all(isinstance(each, Mxfp4) for both in cut for each in both)
+    assert {downs.shape[2] for _, downs in cut} == {160, 96}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "minimax-m2"])

@@ -217,9 +217,8 @@ def test_deepseek_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_p
     assert_alike(checkpoint_of("deepseek3"), tmp_path, stored, widened, config)
 
 
-def test_gpt_oss_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Experts in MXFP4, stacked; transformers says what they stand for."""
-    source = checkpoint_of("gpt-oss")
+def in_mxfp4(source: Path) -> tuple[Tensors, Tensors]:
+    """Tensors of a gpt-oss as it is published, its experts drawn anew, and what those stand for."""
     stored, widened = load_file(source / "model.safetensors"), {}
     random = torch.Generator().manual_seed(5)
     for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -229,6 +228,13 @@ def test_gpt_oss_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_pa
         scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=random)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         widened[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return stored, widened
+
+
+def test_gpt_oss_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Experts in MXFP4, stacked; transformers says what they stand for."""
+    source = checkpoint_of("gpt-oss")
+    stored, widened = in_mxfp4(source)
     assert len(widened) == 2 * 3
     plain = {name: tensor for name, tensor in stored.items() if not PARTS.search(name)}
     config = {"quant_method": "mxfp4"}

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from kvrelay.engine.model.gpu import experts, sampling
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, gated, rms_norm
+from kvrelay.engine.model.mxfp4 import Mxfp4
 from kvrelay.engine.model.quantize import dequantize, quantize
 from kvrelay.engine.model.sampling import sampler
 from kvrelay.engine.request import SamplingParams
@@ -136,6 +137,25 @@ def test_experts_add_what_each_token_chose(num_tokens, num_experts, each):
     stacked = experts.ExpertWeights(gate_ups, downs)
     experts.add_experts(hidden, x, stacked, chosen, weights, "silu")
     torch.testing.assert_close(hidden, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 130])
+def test_experts_in_mxfp4_are_those_of_the_widened_numbers(num_tokens):
+    both = [
+        Mxfp4(
+            torch.randint(0, 256, (2, rows, columns // 2), dtype=torch.uint8),
+            torch.randint(118, 125, (2, rows, columns // 32), dtype=torch.uint8),
+        )
+        for rows, columns in ((2 * 64, 96), (96, 64))
+    ]
+    x, weights = randn(num_tokens, 96), randn(num_tokens, 1)
+    chosen = torch.randint(0, 2, (num_tokens, 1)).to(DEVICE)
+    wide = experts.ExpertWeights(*(each.widened(torch.float32).to(DEVICE) for each in both))
+    narrow = [getattr(each, name).to(DEVICE) for name in ("pairs", "scales") for each in both]
+    found = [torch.zeros(num_tokens, 96, device=DEVICE) for _ in range(2)]
+    for hidden, stacked in zip(found, (wide, experts.ExpertWeights(*narrow)), strict=True):
+        experts.add_experts(hidden, x, stacked, chosen, weights, "clamped_swish")
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
 def test_experts_have_biases_or_no_gate():

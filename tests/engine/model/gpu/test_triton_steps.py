@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from kvrelay.engine.request import Pooling, SamplingParams
+from tests.engine.model.checkpoint.test_quantized import in_mxfp4, write
 from tests.engine.model.gpu.triton_world import DEVICE, World
 from tests.engine.model.talks import DRAWN, GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import tokens_of
@@ -153,13 +155,24 @@ def test_blocks_that_moved_are_looked_up_anew(triton, expected):
     ],
 )
 def test_every_kind_of_model_gives_the_tokens_of_torch(family, kind, kv_dtype, checkpoint_of):
-    layers = 3 if family == "mimo-v2" else 2 if INTERPRETED else 4  # of MiMo each is named
+    layers = 3 if family == "mimo-v2" else 2 if INTERPRETED else 4  # MiMo names each
     model = checkpoint_of(family, num_hidden_layers=layers)
     tokens = []
     for name in ("torch", "triton"):
         dtype = "bfloat16" if kind == "fp8" else "float32"
         world = World(model, f"{name}-{kind}" if kind else name, kv_dtype, dtype=dtype)
         tokens.append(alone(world, Talk(LONG[:4] if INTERPRETED else LONG, [9, 4]), 3))
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_experts_stay_in_mxfp4(checkpoint_of, tmp_path):
+    source = checkpoint_of("gpt-oss", num_hidden_layers=2)
+    write(source, tmp_path / "model", in_mxfp4(source)[0], {"quant_method": "mxfp4"})
+    worlds = [World(tmp_path / "model", name) for name in ("torch", "triton")]
+    held = worlds[1].decoder._weights.layers[0].experts.experts
+    assert held.gate_ups.dtype == torch.uint8
+    tokens = [alone(world, Talk(LONG[:9], [9, 4]), 3) for world in worlds]
     assert tokens[0] == tokens[1]
 
 
