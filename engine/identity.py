@@ -35,6 +35,7 @@ QUANTIZATION_FILES = ("config.json", "params.json", "hf_quant_config.json")
 QUANTIZATION_OF_VLLM = ("quantize_config.json", "quant_config.json")
 VOCABULARY_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model"),
+    "tekken.json",
 )
 
 # Arguments of vLLM that change neither what is computed nor the form of its KV. All others count:

@@ -272,6 +272,10 @@ def deepseek3(draw: Draw) -> Fields:
     return with_latent(draw) | draw.some(rope_interleave=(True, False))
 
 
+def kimi_k25(draw: Draw) -> Fields:
+    return deepseek3(draw) | {"q_lora_rank": 48}  # without, transformers saves other tensors
+
+
 def glm4_moe(draw: Draw) -> Fields:
     made = shape(draw) | {"head_dim": draw.one(16, 32)}
     made |= experts(draw, "n_routed_experts", groups=True, shared="n_shared_experts")
@@ -430,7 +434,7 @@ FAMILIES: dict[str, tuple[Any, Callable[[Draw], Fields]]] = {
     "qwen3-moe": (T.Qwen3MoeConfig, qwen3_moe),
     "deepseek2": (T.DeepseekV2Config, deepseek2),
     "deepseek3": (T.DeepseekV3Config, deepseek3),
-    "kimi-k25": (T.Kimi_K25Config, deepseek3),
+    "kimi-k25": (T.Kimi_K25Config, kimi_k25),
     "glm4-moe": (T.Glm4MoeConfig, glm4_moe),
     "glm4-moe-lite": (T.Glm4MoeLiteConfig, glm4_moe_lite),
     "gpt-oss": (T.GptOssConfig, gpt_oss),

@@ -2,7 +2,8 @@
 
 Most checkpoints have that file. Moonshot's (Kimi, Moonlight) have `tiktoken.model` instead: byte
 strings in the order of their ranks, for a byte-level BPE whose pattern and reserved ids stand in
-the code beside it. Both become the same thing here.
+the code beside it. Mistral's have `tekken.json`, which states all that. Each becomes the same thing
+here.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 from kvrelay.engine.model.checkpoint.fields import read_json
 from kvrelay.engine.model.errors import ModelError
 
-FILE, TIKTOKEN_FILE, CONFIG_FILE = "tokenizer.json", "tiktoken.model", "tokenizer_config.json"
-FILES = (FILE, TIKTOKEN_FILE)
+FILE, TIKTOKEN_FILE, TEKKEN_FILE = "tokenizer.json", "tiktoken.model", "tekken.json"
+FILES = (FILE, TIKTOKEN_FILE, TEKKEN_FILE)
+CONFIG_FILE = "tokenizer_config.json"
 MOONSHOT = "TikTokenTokenizer"  # how its files name the class
 RESERVED_IDS = 256  # behind the ranks: control tokens, most of them without a name
 
@@ -44,12 +46,14 @@ PATTERN = "|".join(
 def read_tokenizer(model_dir: Path) -> dict[str, Any]:
     """What tokenizer.json says or, without that file, would say. Where `add_bos_token` or
     `add_eos_token` is stated in tokenizer_config.json, it decides whether texts begin with BOS or
-    end with EOS. Takes a second or two for tiktoken.model. Raises ModelError."""
+    end with EOS. Takes a second or two where there is no tokenizer.json. Raises ModelError."""
     stated = read_json(model_dir / CONFIG_FILE) if (model_dir / CONFIG_FILE).is_file() else {}
     if (model_dir / FILE).is_file():
         state = read_json(model_dir / FILE)
     elif (model_dir / TIKTOKEN_FILE).is_file():
         state = _from_tiktoken(model_dir, stated)
+    elif (model_dir / TEKKEN_FILE).is_file():
+        state = _from_tekken(model_dir / TEKKEN_FILE)
     else:
         raise ModelError(f"no tokenizer: {model_dir / FILE} does not exist")
     state["added_tokens"] = state.get("added_tokens") or []
@@ -78,7 +82,6 @@ def _from_tiktoken(model_dir: Path, stated: Mapping[str, Any]) -> dict[str, Any]
             f"{path} is of a tokenizer {named}, whose pattern is not known; known: {MOONSHOT}"
         )
     ranks = _read_ranks(path)
-    spelled = {token: "".join(map(BYTE_CHARS.__getitem__, token)) for token in ranks}
     base, added = len(ranks), stated.get("added_tokens_decoder") or {}
     names = {int(token): entry for token, entry in added.items()}
     outside = [token for token in names if not base <= token < base + RESERVED_IDS]
@@ -88,10 +91,40 @@ def _from_tiktoken(model_dir: Path, stated: Mapping[str, Any]) -> dict[str, Any]
             f" ids behind the {base} of {TIKTOKEN_FILE}"
         )
     tokens = [_added(token, names.get(token, {})) for token in range(base, base + RESERVED_IDS)]
+    return _byte_level(path, ranks, tokens, PATTERN)
+
+
+def _from_tekken(path: Path) -> dict[str, Any]:
+    """Control tokens come first, then as many of the ranks as the vocabulary has room for. Texts
+    begin with BOS, as in Mistral's own code."""
+    raw = read_json(path)
+    try:
+        config = raw["config"]
+        first, size = config["default_num_special_tokens"], config["default_vocab_size"]
+        named = {each["rank"]: each["token_str"] for each in raw["special_tokens"]}
+        tokens = [_added(at, {"content": named.get(at, f"<SPECIAL_{at}>")}) for at in range(first)]
+        texts = [b64decode(each["token_bytes"]) for each in raw["vocab"][: size - first]]
+        ranks = {text: first + rank for rank, text in enumerate(texts)}
+        state = _byte_level(path, ranks, tokens, config["pattern"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} is not understood: {error!r}") from error
+    _set_special(state, "<s>", wanted=True, at_start=True)
+    return state
+
+
+def _byte_level(
+    path: Path, ranks: Mapping[bytes, int], tokens: list[dict[str, Any]], pattern: str
+) -> dict[str, Any]:
+    """A byte-level BPE in which a text that is a token is not merged. ranks: in the order in which
+    they are merged, and their ids. tokens: added ones. Raises ModelError."""
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise ModelError(f"{path} has no token of byte {missing[0]} among its {len(ranks)}")
+    spelled = {token: "".join(map(BYTE_CHARS.__getitem__, token)) for token in ranks}
     texts = {*spelled.values(), *(each["content"] for each in tokens)}
-    if len(texts) < base + RESERVED_IDS:
-        raise ModelError(f"{model_dir / CONFIG_FILE}: two tokens have the same name")
-    split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated"}
+    if len(texts) < len(ranks) + len(tokens):
+        raise ModelError(f"{path}: two tokens have the same name")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return {
         "version": "1.0",
@@ -113,8 +146,10 @@ def _from_tiktoken(model_dir: Path, stated: Mapping[str, Any]) -> dict[str, Any]
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a piece that is a token is not merged
-            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+            "ignore_merges": True,
+            # An added token of an id before them is in the vocabulary, or has another id.
+            "vocab": {each["content"]: each["id"] for each in tokens if each["id"] < len(ranks)}
+            | {spelled[token]: number for token, number in ranks.items()},
             "merges": [[spelled[left], spelled[right]] for left, right in _merges(ranks)],
         },
     }
@@ -138,8 +173,6 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
             found[b64decode(token, validate=True)] = number
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    if len(found) < 256 or any(bytes([byte]) not in found for byte in range(256)):
-        raise ModelError(f"{path} does not have each single byte among its {len(found)} tokens")
     return found
 
 

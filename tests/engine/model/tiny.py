@@ -411,12 +411,10 @@ def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
     model.save_pretrained(path, **saving)
-    if kind is transformers.Kimi_K25Config:  # it saves layers by names that are not published
+    if kind is transformers.Kimi_K25Config:  # it saves layers by a name that is not published
         file = path / "model.safetensors"
         tensors = {
-            re.sub(r"^(language_model.model.)blocks", r"\1layers", name).replace(
-                "self_wqkv.", "self_attn.q_proj."
-            ): tensor
+            re.sub(r"^(language_model.model.)blocks", r"\1layers", name): tensor
             for name, tensor in load_file(file).items()
         }
         save_file(tensors, file, metadata={"format": "pt"})

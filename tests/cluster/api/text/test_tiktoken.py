@@ -1,4 +1,5 @@
-"""Kimi's tokenizer, which is published as `tiktoken.model`, against tiktoken itself."""
+"""Tokenizers that are published in other formats than tokenizer.json: Kimi's `tiktoken.model`,
+against tiktoken itself, and Mistral's `tekken.json`, against transformers."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import tiktoken
 import tokenizers
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.integrations.mistral.tokenizer import MistralConverter
 
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
 from kvrelay.cluster.api.text.tokenizer import Tokenizer, TokenizerError
@@ -162,6 +164,47 @@ def test_grammars_know_its_tokens(tmp_path: Path) -> None:
     assert matcher.is_accepting()
 
 
+def write_tekken(path: Path, ranks: dict[bytes, int], room: int) -> Path:
+    """room: for tokens in the vocabulary; the file has more."""
+    special = {0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]"}
+    stated = {
+        "config": {
+            "pattern": PATTERN,
+            "num_vocab_tokens": len(ranks),
+            "default_vocab_size": room + 20,
+            "default_num_special_tokens": 20,
+            "version": "v13",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": b64encode(token).decode(), "token_str": None}
+            for token, rank in ranks.items()
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": text, "is_control": True} for rank, text in special.items()
+        ],
+    }
+    (path / "tekken.json").write_text(json.dumps(stated))
+    return path
+
+
+def test_tekken_has_the_tokens_of_transformers(tmp_path: Path, characters: str) -> None:
+    ranks = made_up_ranks(5)
+    room = len(ranks) - 50
+    tokenizer = Tokenizer(write_tekken(tmp_path, ranks, room))
+    reference = MistralConverter(str(tmp_path / "tekken.json")).converted()
+    assert tokenizer.vocab_size == reference.get_vocab_size() == room + 20
+    draw = random.Random(5)
+    for text in (TEXT, *(some_text(draw, characters) for _ in range(TEXTS)), "[INST]a<SPECIAL_9>"):
+        tokens = tokenizer.encode(text)
+        assert tokens == [1, *reference.encode(text).ids], text
+        assert tokenizer.decode(tokens[1:], skip_special_tokens=False) == text
+    stated = json.loads((tmp_path / "tekken.json").read_text())
+    del stated["special_tokens"]
+    (tmp_path / "tekken.json").write_text(json.dumps(stated))
+    with pytest.raises(TokenizerError, match=r"tekken\.json is not understood: KeyError"):
+        Tokenizer(tmp_path)
+
+
 def test_flags_concern_it_as_well(tmp_path: Path) -> None:
     ranks = made_up_ranks(0)
     write(tmp_path, ranks, add_bos_token=True)
@@ -186,7 +229,7 @@ def test_what_is_no_such_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
     few = [token for token in ranks if token != b"A"]
     write(tmp_path, {token: rank for rank, token in enumerate(few)})
-    with pytest.raises(TokenizerError, match="does not have each single byte among its"):
+    with pytest.raises(TokenizerError, match="has no token of byte 65 among its"):
         Tokenizer(tmp_path)
     (tmp_path / "tiktoken.model").write_text("!!! 0\n")
     with pytest.raises(TokenizerError, match="cannot be read"):
