@@ -228,6 +228,15 @@ def packed_experts(num_tokens: int) -> Callable[[], None]:
     return lambda: add_experts(hidden, hidden, stacked, chosen, weights, kind, biases)
 
 
+def fp8_experts(num_tokens: int) -> Callable[[], None]:
+    """Compiles DeepSeek V3's kind, but smaller: a scale for 128 x 128."""
+    ups, downs = (torch.zeros(8, rows, 256).to(torch.float8_e4m3fn) for rows in (512, 256))
+    scales = (torch.zeros(8, rows // 128, 2) for rows in (512, 256))
+    hidden, chosen = torch.zeros(num_tokens, 256).bfloat16(), torch.zeros(num_tokens, 2).long()
+    stacked, weights = ExpertWeights(ups, downs, *scales, (128, 128)), torch.ones(num_tokens, 2)
+    return lambda: add_experts(hidden, hidden, stacked, chosen, weights, "silu")
+
+
 def drawing() -> Callable[[], None]:
     rows = [ScheduledSeq("", [0], 0, [0], True, DEFAULTS, [0], 1)] * 4
     draws = {name: torch.from_numpy(each) for name, each in draws_of(rows).items()}
@@ -279,6 +288,8 @@ CASES = {
     "experts": experts(),
     "experts in MXFP4": packed_experts(4),
     "experts in MXFP4, many rows": packed_experts(512),
+    "experts fp8": fp8_experts(4),
+    "experts fp8, many rows": fp8_experts(512),
     "draw": drawing(),
     "penalize": penalizing(),
     "checksums, one chunk": lambda: Checksums(

@@ -83,7 +83,7 @@ def run(part: Part) -> Outcome:
 
 
 def page_of(outcomes: list[Outcome], device: str) -> str:
-    """Markdown."""
+    """A page of Markdown that lists them, and what failed with its last lines."""
     rows = [f"| {o.part.name} | {o.result} | {o.seconds:.0f} | {o.last[-1]} |" for o in outcomes]
     text = [f"# What a GPU showed\n\n{device}\n", "| part | result | s | last line |"]
     text += ["|---|---|---|---|", *rows]

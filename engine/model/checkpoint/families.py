@@ -65,9 +65,13 @@ def read_config(path: Path) -> ModelConfig:
     generation: Raw = {}
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
-    quantization_of(path, raw)
+    quantized = quantization_of(path, raw)
     try:
-        return parse(raw, generation)
+        config = parse(raw, generation)
+        packed = "" if quantized is None else quantized.packed_experts
+        if config.experts is not None and packed:
+            config = replace(config, experts=replace(config.experts, packed=packed))
+        return config
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'} does not state {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
@@ -258,7 +262,6 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
         intermediate_size=count(raw, "intermediate_size", 2880),
         normalize=True,
         has_biases=True,
-        in_mxfp4=(raw.get("quantization_config") or {}).get("quant_method") == "mxfp4",
     )
     windows = windows_of(raw, raw.get("sliding_window", 128), lambda index: index % 2 == 0)
     return base(

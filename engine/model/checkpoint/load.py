@@ -25,8 +25,8 @@ from kvrelay.engine.model.checkpoint.quantized_config import PACKED, float_type,
 from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES, recurrent_weights
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.mxfp4 import Mxfp4
 from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
@@ -334,6 +334,8 @@ class Layer:
         if experts.has_bias:
             bias = self._ops.vector(self._get(prefix + bias_name, number))
         name = prefix + "experts."
+        gate_ups: Stacked
+        downs: Stacked
         if experts.scales_inputs and self._checkpoint.has(f"{self._prefix}{name}gate_up_proj"):
             # Llama 4 has [experts, in, out].
             gate_ups = self._transposed(name + "gate_up_proj", number, 2 * width, c.hidden_size)
@@ -395,12 +397,13 @@ class Layer:
         name = renamed(name, self._checkpoint.renames)
         return quantized.read_stacked(name, shape, by_inputs=by_inputs)
 
-    def _stacked_experts(
-        self, prefix: str, names: tuple[str, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stacked_experts(self, prefix: str, names: tuple[str, ...]) -> tuple[Stacked, Stacked]:
         c, experts = self._config, self._config.experts
         assert experts is not None
         (*into, down), number, width = names, experts.num_experts, experts.intermediate_size
+        packed = self._fp8_experts(prefix, names, number) if experts.packed == "fp8" else None
+        if packed is not None:
+            return packed
         gate_ups = downs = None
         for index in range(number):
             name = f"{prefix}{index}."
@@ -413,3 +416,21 @@ class Layer:
         assert gate_ups is not None
         assert downs is not None
         return gate_ups, downs
+
+    def _fp8_experts(
+        self, prefix: str, names: tuple[str, ...], number: int
+    ) -> tuple[Fp8Blocks, Fp8Blocks] | None:
+        """As they are stored; None: they are not in blocks of FP8, or one ends within a block."""
+        quantized, renames = self._checkpoint.quantized, self._checkpoint.renames
+        assert quantized is not None
+        stacked = []
+        for parts in (names[:-1], names[-1:]):
+            each = []
+            for index in range(number):
+                modules = [f"{self._prefix}{prefix}{index}.{part}" for part in parts]
+                found = quantized.blocks_of_fp8([renamed(module, renames) for module in modules])
+                if found is None:
+                    return None
+                each.append(found)
+            stacked.append(Fp8Blocks.stacked(each))
+        return stacked[0], stacked[1]

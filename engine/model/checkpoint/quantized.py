@@ -9,14 +9,14 @@ Microscaling formats (MX) 1.0 for FP4 (E2M1) and powers of two as scales (E8M0).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from kvrelay.engine.model.checkpoint.quantized_config import Group, Quantized
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.mxfp4 import GROUP, Mxfp4, e8m0, unpack_fp4
+from kvrelay.engine.model.stacked import GROUP, Fp8Blocks, Mxfp4, e8m0, unpack_fp4
 
 Get = Callable[[str], torch.Tensor | None]  # a tensor by its name; None: there is none
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight columns
@@ -40,6 +40,23 @@ class QuantizedWeights:
         except (RuntimeError, IndexError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ModelError(f"{module}: its quantized parts do not fit: {reason}") from error
+
+    def blocks_of_fp8(self, modules: Sequence[str]) -> Fp8Blocks | None:
+        """Those as one matrix, one below the other, as they are stored; None: they are not in FP8
+        with a scale for each block. Raises ModelError."""
+        parts, block = [], self._config.group(modules[0]).block
+        for module in modules:
+            numbers = self._get(f"{module}.weight")
+            scales = self._get(f"{module}.weight_scale_inv")
+            if numbers is None or scales is None or numbers.dtype is not torch.float8_e4m3fn:
+                return None
+            wanted = [-(-size // each) for size, each in zip(numbers.shape, block, strict=True)]
+            if [*scales.shape] != wanted or (numbers.shape[0] % block[0] and len(modules) > 1):
+                return None  # that is said where they are widened, if it cannot be
+            parts.append((numbers.view(torch.uint8), scales.float()))
+        both = (torch.cat(each).unsqueeze(0) for each in zip(*parts, strict=True))
+        numbers, scales = both
+        return Fp8Blocks(numbers.view(torch.float8_e4m3fn), scales, block, self._dtype)
 
     def read_stacked(
         self, name: str, shape: tuple[int, ...], *, by_inputs: bool = False
@@ -81,7 +98,7 @@ class QuantizedWeights:
                 f"{name}: blocks {[*blocks.shape]} and scales {[*scales.shape]} do not make "
                 f"{[*shape]}"
             )
-        return Mxfp4(blocks.flatten(2), scales)
+        return Mxfp4(blocks.flatten(2), scales, self._dtype)
 
     def _read(self, module: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         if (words := self._get(f"{module}.qweight")) is not None:

@@ -65,6 +65,13 @@ class Quantized:
     groups: tuple[Group, ...]
     zero_offset: int = 0  # what is added to zero points as stored
 
+    @property
+    def packed_experts(self) -> str:
+        """One of `config.PACKED_BYTES`, where experts may stay as they are stored."""
+        if self.method == "fp8":
+            return "fp8" if all(self.groups[0].block) else ""
+        return self.method if self.method == "mxfp4" else ""
+
     def group(self, module: str) -> Group:
         """That of `module`, which is quantized. Raises ModelError."""
         found = max(self.groups, key=lambda group: group.closeness(module))

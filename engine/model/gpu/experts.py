@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.model.gpu.attention_tile import factor
+from kvrelay.engine.model.gpu.attention_tile import factor, upcast
 from kvrelay.engine.model.gpu.norm_activation import gated
 from kvrelay.engine.model.quantize import GROUP
 
@@ -26,12 +26,13 @@ BLOCK_M_MANY, BLOCK_N_MANY = 64, 128
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """Matrices are floats, int8 with scales as of engine.model.quantize, or pairs of MXFP4 with
-    scales as of engine.model.mxfp4, both uint8."""
+    scales as of engine.model.stacked, both uint8."""
 
     gate_ups: torch.Tensor  # [num_experts, 2 * width, hidden_size]; without a gate [.., width, ..]
     downs: torch.Tensor  # [num_experts, hidden_size, width]
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
+    block: tuple[int, int] = (1, GROUP)  # rows and columns that share a scale of int8 or FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,10 @@ def add_experts(
     if not num_tokens:
         return
     tiles = _tiles(chosen, len(experts.downs))
-    gate_ups = experts.gate_ups, experts.gate_up_scales, biases[0]
+    gate_ups = experts.gate_ups, experts.gate_up_scales, experts.block, biases[0]
+    downs = experts.downs, experts.down_scales, experts.block, biases[1]
     active = gated(_grouped(x, *gate_ups, tiles, num_chosen, None), activation)
-    # It has a row per place in `pairs`.
-    out = _grouped(active, experts.downs, experts.down_scales, biases[1], tiles, 0, weights)
+    out = _grouped(active, *downs, tiles, 0, weights)  # `active` has a row per place in `pairs`
     # A token's parts are added in the order of its choices, the same for any batch.
     hidden += out.view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden.dtype)
 
@@ -88,6 +89,7 @@ def _grouped(
     x: torch.Tensor,
     matrices: torch.Tensor,
     scales: torch.Tensor | None,
+    block: tuple[int, int],
     bias: torch.Tensor | None,
     tiles: _Tiles,
     num_chosen: int,
@@ -97,7 +99,8 @@ def _grouped(
     result a row per place in `tiles.pairs`. Else `x` has a row per place, and the result, float32
     and multiplied with `weights`, a row per pair."""
     num_experts, width, depth = matrices.shape
-    is_fp4 = matrices.dtype == torch.uint8
+    is_fp4, is_fp8 = matrices.dtype == torch.uint8, matrices.dtype == torch.float8_e4m3fn
+    matrices = matrices.view(torch.uint8) if is_fp8 else matrices
     depth *= 2 if is_fp4 else 1
     num_pairs = len(tiles.pairs)
     kind = x.dtype if weights is None else torch.float32
@@ -108,7 +111,8 @@ def _grouped(
         x, matrices, scales, bias, out, tiles.pairs, tiles.expert, tiles.first, tiles.end,
         None if weights is None else weights.contiguous(), x.stride(0), width, depth, num_experts,
         GATHER=num_chosen, BLOCK_M=tiles.block_m, BLOCK_N=block_n, BLOCK_K=GROUP,
-        FP4=is_fp4, num_warps=8 if many else 4, num_stages=3,
+        SCALE_ROWS=block[0], SCALE_COLUMNS=block[1], FP4=is_fp4, FP8=is_fp8,
+        num_warps=8 if many else 4, num_stages=3,
     )  # fmt: skip
     return out
 
@@ -145,10 +149,11 @@ def _sum_fp4(total, rows, is_row, pairs, scales, columns, is_out, depth):
 def _product(
     x, matrices, scales, bias, out, pairs, tile_expert, tile_first, tile_end, weights, x_stride,
     width, depth, num_experts, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, FP4: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    FP4: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One tile: BLOCK_M pairs of one expert, BLOCK_N outputs. GATHER: choices per token, or 0.
-    BLOCK_K inputs have one scale, where there are scales; in FP4 so many of MXFP4 have."""
+    SCALE_ROWS and SCALE_COLUMNS, a multiple of BLOCK_K, share a scale, where there are scales."""
     tile = tl.program_id(0)
     expert = tl.load(tile_expert + tile)
     if expert < num_experts:
@@ -169,14 +174,17 @@ def _product(
             total = _sum_fp4(total, rows, is_row, matrices, scales, columns, is_out, depth)
         else:
             k = tl.arange(0, BLOCK_K)
+            if scales is not None:
+                s_row = expert * tl.cdiv(width, SCALE_ROWS) + n // SCALE_ROWS
+                s_rows = scales + s_row * tl.cdiv(depth, SCALE_COLUMNS)
             x_at, w_at = rows + k[None, :], matrices + columns[None, :] * depth + k[:, None]
             for at in range(0, depth, BLOCK_K):
                 is_in = k < depth - at
                 left = tl.load(x_at + at, mask=is_row[:, None] & is_in[None, :], other=0.0)
                 right = tl.load(w_at + at, mask=is_in[:, None] & is_out[None, :], other=0)
                 if scales is not None:
-                    part = tl.dot(left, right.to(left.dtype), input_precision="ieee")
-                    s_at = scales + columns * tl.cdiv(depth, BLOCK_K) + at // BLOCK_K
+                    part = tl.dot(left, upcast(right, left, FP8), input_precision="ieee")
+                    s_at = s_rows + at // SCALE_COLUMNS
                     total += part * tl.load(s_at, mask=is_out, other=0.0).to(tl.float32)[None, :]
                 else:
                     total = tl.dot(left, right, total, input_precision="ieee")

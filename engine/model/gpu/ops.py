@@ -33,10 +33,10 @@ from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.staging import to_device
-from kvrelay.engine.model.mxfp4 import Mxfp4
 from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
-from kvrelay.engine.model.quantize import quantize
+from kvrelay.engine.model.quantize import GROUP, quantize
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked, widened
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 
@@ -262,14 +262,18 @@ class TritonOps(TensorOps):
         places = (batch.tables_of(group), batch.slots_of(group), batch.positions)
         return Where(*places, batch.query_start, batch.query_len)
 
-    def experts(
-        self, gate_ups: torch.Tensor | Mxfp4, downs: torch.Tensor | Mxfp4
-    ) -> mixture.ExpertWeights:
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> mixture.ExpertWeights:
         if isinstance(gate_ups, Mxfp4) and isinstance(downs, Mxfp4):  # less than int8 and FP8
-            numbers = (gate_ups.pairs, downs.pairs, gate_ups.scales, downs.scales)
-            return mixture.ExpertWeights(*(each.to(self._device) for each in numbers))
-        assert isinstance(gate_ups, torch.Tensor)
-        assert isinstance(downs, torch.Tensor)
+            packed = (gate_ups.pairs, downs.pairs, gate_ups.scales, downs.scales)
+            ups, down, *scales = (each.to(self._device) for each in packed)
+            return mixture.ExpertWeights(ups, down, scales[0], scales[1])
+        if isinstance(gate_ups, Fp8Blocks) and isinstance(downs, Fp8Blocks):
+            block = gate_ups.block
+            if has_fp8(self._device) and not block[1] % GROUP:
+                packed = (gate_ups.numbers, downs.numbers, gate_ups.scales, downs.scales)
+                ups, down, *scales = (each.to(self._device) for each in packed)
+                return mixture.ExpertWeights(ups, down, scales[0], scales[1], block)
+        gate_ups, downs = widened(gate_ups), widened(downs)
         if self._quantization == "int8":  # in fp8 they stay as they are
             pairs = [quantize(each.to(self._device)) for each in (gate_ups, downs)]
             return mixture.ExpertWeights(pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])
@@ -315,6 +319,10 @@ class TritonOps(TensorOps):
 
     def _has_sinks(self, layer: int) -> bool:
         return self._config.num_sinks > 0 and self._config.window(layer) > 0
+
+
+def has_fp8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantization: str) -> None:

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.mxfp4 import GROUP, Mxfp4
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.parallel.link import MakeCompanion
 from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.model.stacked import GROUP, Packed, Stacked, of_halves, widened
 from kvrelay.engine.model.state_layout import MAMBA2
 from kvrelay.engine.model.terms import Term
 
@@ -383,7 +383,7 @@ class ParallelOps:
         self, gate_up: torch.Tensor, down: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks add up what comes out, so one of them has the second bias."""
-        own = _of_halves(gate_up, self._part_of_experts(gate_up.shape[1] // 2))
+        own = of_halves(gate_up, self._part_of_experts(gate_up.shape[1] // 2))
         return self._inner.expert_biases(own, torch.zeros_like(down) if self._shard.rank else down)
 
     def _part_of_experts(self, width: int) -> slice:
@@ -394,15 +394,18 @@ class ParallelOps:
         more = -width % (GROUP * self._shard.size) if experts.has_biases else 0
         return self._shard.part(width + more)
 
-    def experts(self, gate_ups: torch.Tensor | Mxfp4, downs: torch.Tensor | Mxfp4) -> Any:
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> Any:
         part = self._part_of_experts(downs.shape[2])
-        if isinstance(gate_ups, Mxfp4) and isinstance(downs, Mxfp4):
-            into = (_of_halves(each, part) for each in (gate_ups.pairs, gate_ups.scales))
-            return self._inner.experts(Mxfp4(*into), downs.columns(part))
-        assert isinstance(gate_ups, torch.Tensor)
-        assert isinstance(downs, torch.Tensor)
+        if (
+            isinstance(gate_ups, Packed)
+            and isinstance(downs, Packed)
+            and downs.cuts_at(part.start)
+            and downs.cuts_at(part.stop)
+        ):
+            return self._inner.experts(gate_ups.of_halves(part), downs.columns(part))
+        gate_ups, downs = widened(gate_ups), widened(downs)
         own = F.pad(downs[:, :, part], (0, max(part.stop - downs.shape[2], 0)))
-        return self._inner.experts(_of_halves(gate_ups, part), own.contiguous())
+        return self._inner.experts(of_halves(gate_ups, part), own.contiguous())
 
     def add_experts(
         self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
@@ -411,15 +414,6 @@ class ParallelOps:
         self._inner.add_experts(own, x, layer, routed)
         self._group.sum(own)
         hidden += own
-
-
-def _of_halves(stacked: torch.Tensor, part: slice) -> torch.Tensor:
-    """stacked [E, 2 * width, ...]: rows `part` of either half, zeros where a half has ended."""
-    halves = [each[:, part] for each in stacked.chunk(2, dim=1)]
-    lacks = part.stop - part.start - halves[0].shape[1]
-    if lacks:
-        halves = [F.pad(each, (*(0, 0) * (each.dim() - 2), 0, lacks)) for each in halves]
-    return torch.cat(halves, dim=1)
 
 
 class _Recording(ParallelOps):

@@ -27,8 +27,8 @@ from kvrelay.engine.model.gpu import experts as mixture
 from kvrelay.engine.model.gpu.flashinfer.attention import ExpandedAttention, PagedAttention
 from kvrelay.engine.model.gpu.flashinfer.division import DTYPES, Division, capability, divide, load
 from kvrelay.engine.model.gpu.ops import TritonOps
-from kvrelay.engine.model.mxfp4 import Mxfp4, widened
 from kvrelay.engine.model.ops import choose_experts
+from kvrelay.engine.model.stacked import Stacked, widened
 
 TOLERANCE = 0.05  # relative to normally distributed numbers, in 16 bits
 LENGTHS = {  # (query_len, context_len) of each sequence, by kind of call
@@ -312,10 +312,9 @@ class FlashInferOps(TritonOps):
         others = self.latent_attention(torch.cat((absorbed, q_rope), dim=-1), layer)
         return self.per_head(others, value_up).index_copy(0, rows, ours)
 
-    def experts(self, gate_ups: torch.Tensor | Mxfp4, downs: torch.Tensor | Mxfp4) -> Any:
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> Any:
         if not self._experts_lack:
-            matrices = (widened(each, self._dtype) for each in (gate_ups, downs))
-            return fuse(*(self.table(each) for each in matrices))
+            return fuse(self.table(widened(gate_ups)), self.table(widened(downs)))
         return super().experts(gate_ups, downs)
 
     def add_experts(

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from kvrelay.engine.model.gpu import experts, sampling
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, gated, rms_norm
-from kvrelay.engine.model.mxfp4 import Mxfp4
 from kvrelay.engine.model.quantize import dequantize, quantize
 from kvrelay.engine.model.sampling import sampler
+from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4
 from kvrelay.engine.request import SamplingParams
 from tests.engine.model.tiny import scheduled
 
@@ -150,12 +150,34 @@ def test_experts_in_mxfp4_are_those_of_the_widened_numbers(num_tokens):
     ]
     x, weights = randn(num_tokens, 96), randn(num_tokens, 1)
     chosen = torch.randint(0, 2, (num_tokens, 1)).to(DEVICE)
-    wide = experts.ExpertWeights(*(each.widened(torch.float32).to(DEVICE) for each in both))
+    wide = experts.ExpertWeights(*(each.widened().to(DEVICE) for each in both))
     narrow = [getattr(each, name).to(DEVICE) for name in ("pairs", "scales") for each in both]
     found = [torch.zeros(num_tokens, 96, device=DEVICE) for _ in range(2)]
     for hidden, stacked in zip(found, (wide, experts.ExpertWeights(*narrow)), strict=True):
         experts.add_experts(hidden, x, stacked, chosen, weights, "clamped_swish")
     torch.testing.assert_close(found[1], found[0], **CLOSE)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 130])
+def test_experts_in_fp8_are_those_of_the_widened_numbers(num_tokens):
+    """Blocks of 32 rows and 64 columns; rows of both projections end within none."""
+    both = [
+        Fp8Blocks(
+            torch.randn(2, rows, columns).to(torch.float8_e4m3fn),
+            torch.rand(2, rows // 32, -(-columns // 64)) + 0.1,
+            (32, 64),
+        )
+        for rows, columns in ((2 * 64, 96), (96, 64))
+    ]
+    x, weights = randn(num_tokens, 96), randn(num_tokens, 1)
+    chosen = torch.randint(0, 2, (num_tokens, 1)).to(DEVICE)
+    wide = experts.ExpertWeights(*(each.widened().to(DEVICE) for each in both))
+    narrow = [getattr(each, name).to(DEVICE) for name in ("numbers", "scales") for each in both]
+    found = [torch.zeros(num_tokens, 96, device=DEVICE) for _ in range(2)]
+    stacks = (wide, experts.ExpertWeights(*narrow, both[0].block))
+    for hidden, stacked in zip(found, stacks, strict=True):
+        experts.add_experts(hidden, x, stacked, chosen, weights, "silu")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-3)
 
 
 def test_experts_have_biases_or_no_gate():

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvrelay.engine.request import Pooling, SamplingParams
-from tests.engine.model.checkpoint.test_quantized import in_mxfp4, write
+from tests.engine.model.checkpoint.test_quantized import fp8_config, in_fp8_blocks, in_mxfp4, write
 from tests.engine.model.gpu.triton_world import DEVICE, World
 from tests.engine.model.talks import DRAWN, GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import tokens_of
@@ -166,12 +166,17 @@ def test_every_kind_of_model_gives_the_tokens_of_torch(family, kind, kv_dtype, c
 
 
 @pytest.mark.slow
-def test_experts_stay_in_mxfp4(checkpoint_of, tmp_path):
-    source = checkpoint_of("gpt-oss", num_hidden_layers=2)
-    write(source, tmp_path / "model", in_mxfp4(source)[0], {"quant_method": "mxfp4"})
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_experts_stay_as_they_are_stored(family, checkpoint_of, tmp_path):
+    source = checkpoint_of(family, num_hidden_layers=2)
+    if family == "gpt-oss":
+        kind, stored, config = torch.uint8, in_mxfp4(source)[0], {"quant_method": "mxfp4"}
+    else:
+        kind, block = torch.float8_e4m3fn, (32, 64)
+        stored, config = in_fp8_blocks(source, block)[0], fp8_config(block)
+    write(source, tmp_path / "model", stored, config)
     worlds = [World(tmp_path / "model", name) for name in ("torch", "triton")]
-    held = worlds[1].decoder._weights.layers[0].experts.experts
-    assert held.gate_ups.dtype == torch.uint8
+    assert worlds[1].decoder._weights.layers[-1].experts.experts.gate_ups.dtype == kind
     tokens = [alone(world, Talk(LONG[:9], [9, 4]), 3) for world in worlds]
     assert tokens[0] == tokens[1]
 
