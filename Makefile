@@ -15,13 +15,14 @@ ARGS ?=
 # Compiled modules are kept, whatever the environment says: each command starts several processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-all setup-gpu setup-vllm serve test test-slow test-all lint sim bench \
-	runbooks container example clean
+.PHONY: help setup setup-all setup-gpu setup-vllm gpu-check serve test test-slow test-all lint sim \
+	bench runbooks container example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
 	@echo 'make setup-vllm          vLLM, for NVIDIA GPUs or CPUs, in $(VLLM): docs/engines.md'
 	@echo 'make setup-gpu           the same, with what NVIDIA GPUs need; says what does not fit'
+	@echo 'make gpu-check           all that a GPU alone can show, in 25 minutes: docs/gpu.md'
 	@echo 'make serve [PORT=8000] [ARGS="MODEL --prefill 1 --decode 1"]'
 	@echo 'make test [ARGS=...]     the tests; ARGS goes to pytest'
 	@echo 'make test-slow           tests that take a second or more each'
@@ -88,6 +89,9 @@ setup-gpu: setup
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[all,gpu]'
 	@$(BIN)/kvrelay doctor
+
+gpu-check: setup
+	@$(BIN)/python -m tests.gpu
 
 serve: setup
 	@exec $(BIN)/kvrelay serve --port $(PORT) $(ARGS)

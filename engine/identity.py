@@ -33,7 +33,10 @@ FURTHER_OF_VLLM = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.npz", "*.py")
 # Beside the weights: how they are stored, and which text each token id stands for.
 QUANTIZATION_FILES = ("config.json", "params.json", "hf_quant_config.json")
 QUANTIZATION_OF_VLLM = ("quantize_config.json", "quant_config.json")
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+VOCABULARY_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model"),
+    "tekken.json",
+)
 
 # Arguments of vLLM that change neither what is computed nor the form of its KV. All others count:
 # one that is not known here costs KV that might have been found, and never a wrong token.

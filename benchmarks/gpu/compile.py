@@ -117,16 +117,24 @@ def _compile(kernel: JITFunction, args: tuple, kwargs: dict[str, Any], target: G
 
 
 def attention(
-    kernel: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options: Any
+    kernel: str,
+    dtype: torch.dtype = torch.bfloat16,
+    head_dim: int = 128,
+    value_dim: int = 0,
+    **options: Any,
 ) -> Callable[[], None]:
     """The launch of a model with 32 heads over 8 KV heads. dtype: of the pool."""
     width = 16 * (head_dim + 1) if dtype == torch.uint8 else head_dim
     shape = (2, 32, 2, 8, width) if dtype == torch.uint8 else (2, 32, 2, 8, 16, width)
-    pool = Pool(torch.empty(shape, dtype=dtype), head_dim)
+    data, apart = torch.empty(shape, dtype=dtype), 16 * head_dim if value_dim else 0
+    pool = Pool(data[:, :, :1] if apart else data, head_dim, value_dim, apart)
     kind = torch.bfloat16 if dtype == torch.uint8 else dtype
-    qkv, out = (torch.empty(4, heads * head_dim, dtype=kind) for heads in (48, 32))
+    widths = 48 * head_dim, 32 * pool.value_dim
+    qkv, out = (torch.empty(4, width, dtype=kind) for width in widths)
     ints, table = torch.empty(4, dtype=torch.int32), torch.empty(4, 32, dtype=torch.int32)
     late = torch.empty_like(out) if options.get("num_sinks") else None
+    if options.pop("learned", False):
+        options["head_sinks"] = torch.zeros(32)
     common = {"num_heads": 32, "scale": 0.1, "sink_queries": late} | options
     if kernel == "decode":
         splits = common.pop("num_splits", 8)
@@ -209,6 +217,26 @@ def experts() -> Callable[[], None]:
     return lambda: add_experts(hidden, hidden, ExpertWeights(ups, downs), chosen, weights, "silu")
 
 
+def packed_experts(num_tokens: int) -> Callable[[], None]:
+    """Compiles gpt-oss' kind, in MXFP4."""
+    ups, downs = torch.zeros(8, 512, 128).byte(), torch.zeros(8, 256, 128).byte()
+    scales = (torch.zeros(8, rows, 8).byte() for rows in (512, 256))
+    hidden, chosen = torch.zeros(num_tokens, 256).bfloat16(), torch.zeros(num_tokens, 2).long()
+    stacked, weights = ExpertWeights(ups, downs, *scales), torch.ones(num_tokens, 2)
+    biases = torch.zeros(8, 512), torch.zeros(8, 256)
+    kind = "clamped_swish"
+    return lambda: add_experts(hidden, hidden, stacked, chosen, weights, kind, biases)
+
+
+def fp8_experts(num_tokens: int) -> Callable[[], None]:
+    """Compiles DeepSeek V3's kind, but smaller: a scale for 128 x 128."""
+    ups, downs = (torch.zeros(8, rows, 256).to(torch.float8_e4m3fn) for rows in (512, 256))
+    scales = (torch.zeros(8, rows // 128, 2) for rows in (512, 256))
+    hidden, chosen = torch.zeros(num_tokens, 256).bfloat16(), torch.zeros(num_tokens, 2).long()
+    stacked, weights = ExpertWeights(ups, downs, *scales, (128, 128)), torch.ones(num_tokens, 2)
+    return lambda: add_experts(hidden, hidden, stacked, chosen, weights, "silu")
+
+
 def drawing() -> Callable[[], None]:
     rows = [ScheduledSeq("", [0], 0, [0], True, DEFAULTS, [0], 1)] * 4
     draws = {name: torch.from_numpy(each) for name, each in draws_of(rows).items()}
@@ -228,11 +256,17 @@ CASES = {
     "decode fp8": attention("decode", FP8),
     "decode bf16, window, sinks": attention("decode", window=4096, num_sinks=4),
     "decode bf16, 256 wide, softcap": attention("decode", head_dim=256, softcap=50.0),
+    "decode bf16, 64 wide, learned sinks": attention("decode", head_dim=64, learned=True),
+    "decode bf16, 192 and 128 wide": attention("decode", head_dim=192, value_dim=128, learned=True),
     "prefill bf16": attention("prefill"),
     "prefill fp8": attention("prefill", FP8),
     "prefill bf16, 64 wide": attention("prefill", head_dim=64),
     "prefill bf16, window, sinks": attention("prefill", window=4096, num_sinks=4),
     "prefill bf16, 256 wide, softcap": attention("prefill", head_dim=256, softcap=50.0),
+    "prefill bf16, 64 wide, learned sinks": attention("prefill", head_dim=64, learned=True),
+    "prefill bf16, 192 and 128 wide": attention(
+        "prefill", head_dim=192, value_dim=128, learned=True
+    ),
     "latent decode bf16": latent("decode"),
     "latent decode fp8": latent("decode", FP8),
     "latent prefill bf16": latent("prefill"),
@@ -241,6 +275,8 @@ CASES = {
     "write latent fp8": write_latent(FP8),
     "norm": lambda: rms_norm(ROWS, ROWS[0], 1e-5),
     "gate": lambda: gated(ROWS, "silu"),
+    "gate, clamped": lambda: gated(ROWS, "clamped_swish"),
+    "squared ReLU": lambda: gated(ROWS, "squared_relu"),
     "convolution": recurrent(GATED_DELTA_NET, 16, (128, 128), rule=False),
     "convolution, Mamba 2": recurrent(MAMBA2, 1, (256, 64), rule=False),
     "delta rule": recurrent(GATED_DELTA_NET, 16, (128, 128), rule=True),
@@ -250,6 +286,10 @@ CASES = {
     "int8, many rows": int8_linear(256),
     "fp8 inputs": lambda: fp8.quantize_rows(torch.zeros(4, 4096).bfloat16()),
     "experts": experts(),
+    "experts in MXFP4": packed_experts(4),
+    "experts in MXFP4, many rows": packed_experts(512),
+    "experts fp8": fp8_experts(4),
+    "experts fp8, many rows": fp8_experts(512),
     "draw": drawing(),
     "penalize": penalizing(),
     "checksums, one chunk": lambda: Checksums(

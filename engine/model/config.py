@@ -20,6 +20,7 @@ from kvrelay.engine.model.kv_layout import Layers, kv_groups, mixed_spec
 from kvrelay.engine.model.state_layout import Recurrent, StateLayout
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
+PACKED_BYTES = {"mxfp4": 17 / 32, "fp8": 1.001}  # a number takes, with its part of a scale
 
 # What a digest always tells, beside fields without a default. Others, which came later, count where
 # they are not at their default: a further field leaves the KV of models without it as it was.
@@ -136,6 +137,7 @@ class Experts:
     first_layer: int = 0
     step: int = 1  # from `first_layer` on, every so many layers; the others have an MLP
     has_biases: bool = False  # the router, and both projections of each expert
+    packed: str = ""  # "mxfp4" or "fp8": as they are stored, and as a GPU keeps them
     scales_inputs: bool = False  # the one chosen expert's weight multiplies what goes in (Llama 4)
     # Gemma 4: beside an MLP, with norms of its own before and behind, and one before the router.
     # Each expert's weight is multiplied by a number more.
@@ -327,8 +329,8 @@ class ModelConfig:
         return self.changes_queries or self.single_blocks or has_norms or self.layer_inputs > 0
 
     @property
-    def torch_only(self) -> str:
-        """What of it only the operations in torch compute; "": nothing."""
+    def cpu_lacks(self) -> str:
+        """What of it the kernels of CPUs do not compute, so that torch does; "": nothing."""
         if self.learned_sinks:
             return "learned attention sinks"
         if self.experts is not None and self.experts.has_biases:
@@ -557,10 +559,11 @@ def weights_bytes(
     CPU once packed; with "int8" every matrix is one byte a number and the scales of its groups, but
     not the table whose rows are read; with "int4" half a byte, scales and offsets, but for the
     head; with "fp8" one byte, and a scale for each row, but for experts. On a GPU the head is never
-    quantized, and where torch alone computes a model nothing is."""
+    quantized, and experts in MXFP4 or FP8 stay so; where torch computes in place of a CPU's kernels
+    nothing is."""
     table, wide = config.vocab_size * config.hidden_size, config.num_float32
     total = config.num_parameters + (table if config.tie_word_embeddings else 0)
-    quantization = "none" if config.torch_only else quantization
+    quantization = "none" if config.cpu_lacks and not on_gpu else quantization
     each: float = DTYPE_BYTES[dtype]
     depths, left = _depths(config), 0
     head = each
@@ -570,8 +573,12 @@ def weights_bytes(
         each = 0.5 + 4 * max(-(-depth // INT4_GROUP) / depth for depth in depths)
     if quantization == "fp8":
         each, left = 1 + 4 / min(depths), config.num_routed
+    packed = 0.0
     if on_gpu:
         head = DTYPE_BYTES[dtype]
+        if config.experts is not None and config.experts.packed:
+            packed = config.num_routed * PACKED_BYTES[config.experts.packed]
+            total, left = total - config.num_routed, 0
     rest = total - 2 * table - wide - left
     whole = table + left
-    return ceil(whole * DTYPE_BYTES[dtype] + table * head + wide * 4 + rest * each)
+    return ceil(whole * DTYPE_BYTES[dtype] + table * head + wide * 4 + rest * each + packed)

@@ -29,6 +29,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
 GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are corrected
 
 
@@ -186,7 +187,8 @@ class Ops(Protocol):
 
     def experts(self, gate_ups: Any, downs: Any) -> Any:
         """Prepare stacked experts: gate_ups [E, 2 * width, hidden], or without a gate half as many
-        rows, and downs [E, hidden, width]."""
+        rows, and downs [E, hidden, width]. Both are tensors or, where `ModelConfig.learned_sinks`
+        and biases make them gpt-oss', may be `Mxfp4`."""
         ...
 
     def expert_biases(

@@ -18,7 +18,6 @@ import torch
 
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.batch import Batch, Guard, Limits, Table
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
@@ -117,7 +116,7 @@ class ModelRunner:
         self._draft_config = self._read_drafter(engine.drafter)
         if self._draft_config is not None:
             spec = self._draft_config.added_to(spec)
-        self.kv_spec = replace(spec, num_kv_heads=self._own.num_kv_heads)
+        self._whole_spec, self.kv_spec = spec, replace(spec, num_kv_heads=self._own.num_kv_heads)
         self.max_model_len = _most_positions(self.config, engine.max_model_len)
         self.kv_pool = self._pool(engine.num_blocks or 1, kv_pool)
         threads = engine.threads or torch.get_num_threads()
@@ -130,8 +129,7 @@ class ModelRunner:
         self._draft_s = 0.0  # that the drafter has taken of the step
         with torch.inference_mode():
             own = self._own_ops = self._ops(threads)
-            if self.kv_spec.num_state_groups:
-                own.use_states(self._states(spec))
+            self._use_states()
             ops = own if member is None else member.ops(own, self.config)
             self.model_dir, self.ops = model_dir, ops
             self._install(read(self) if read else self._weights(ops, identity, progress, keep_as))
@@ -483,14 +481,18 @@ class ModelRunner:
         order = (0, 2, 3, 1, *range(4, self.kv_pool.dim()))
         return self.kv_pool.permute(order) if self.kv_spec.num_state_groups else self.kv_pool
 
-    def _states(self, whole: KVSpec) -> StatePool:
-        """What this rank has of the states, in the blocks of the pool."""
+    def _use_states(self) -> None:
+        """Recurrent layers find what this rank has of the states in the blocks of the pool that is
+        there now."""
+        if not self.kv_spec.num_state_groups:
+            return
         shard = Shard(0, 1) if self._member is None else self._member.group.shard
         layout = shard.state_layout(self.config)
         blocks = self.kv_pool.view(torch.uint8).view(len(self.kv_pool), -1)
         units = shard.stored_units(self.config)
         first = shard.rank * layout.num_units - units.start
-        return StatePool(blocks, layout, self.config.state_places(whole), (len(units), first))
+        places = self.config.state_places(self._whole_spec)
+        self._own_ops.use_states(StatePool(blocks, layout, places, (len(units), first)))
 
     def _fit_pool(self, ops: Any) -> None:
         """Make the pool of what memory is left. Raises ModelError."""
@@ -515,6 +517,7 @@ class ModelRunner:
             )
         self.kv_pool = self._pool(num_blocks, None)
         ops.use_pool(self._by_layers())
+        self._use_states()
         spec = self.kv_spec
         windows = Windows.of(spec.block_size, spec.windows, self.config.num_sinks)
         longest = windows.most_tokens(num_blocks)

@@ -11,10 +11,16 @@ import torch.nn.functional as F
 from kvrelay.engine.model import fp8
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig
-from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
+from kvrelay.engine.model.ops import (
+    SWISH_ALPHA,
+    SWISH_LIMIT,
+    TensorOps,
+    choose_experts,
+    kv_planes,
+)
 from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
+from kvrelay.engine.model.stacked import Stacked, widened
 
-SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
 MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
 
 Matrix = tuple[torch.Tensor, torch.Tensor | None, int]
@@ -329,8 +335,9 @@ class TorchOps(TensorOps):
             return F.gelu(gate, approximate="tanh") * up
         return F.silu(gate) * up
 
-    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> tuple[torch.Tensor, ...]:
         """No copy if they have the right device and dtype already."""
+        gate_ups, downs = widened(gate_ups), widened(downs)
         if bits := bits_of(self._quantization, "experts"):
             gate_ups, downs = (dequantize(*quantize(each, bits)) for each in (gate_ups, downs))
         return gate_ups.to(self._device, self._dtype), downs.to(self._device, self._dtype)

@@ -13,7 +13,8 @@ from kvrelay.engine.step import Step
 from tests.engine.model.gpu.triton_world import World
 from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import GREEDY, Talk, alone, step
-from tests.engine.model.tiny import tokens_of
+from tests.engine.model.test_runner import generate
+from tests.engine.model.tiny import HYBRID, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +51,18 @@ def test_steps_of_other_families_can_be_captured(family, checkpoint_of):
     path = checkpoint_of(family)
     captured, plain = (World(path, "triton", graphs=graphs) for graphs in (True, False))
     assert talk_all(captured) == talk_all(plain)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "mimo-v2", *HYBRID])
+def test_a_sized_pool_gives_the_tokens_of_a_cpu(family, checkpoint_of):
+    """What is bound to the pool is bound to the one that is made of measured memory."""
+    path, options = checkpoint_of(family), {"dtype": "float32", "max_num_seqs": 2}
+    small = {"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.05}
+    ours = model_runner(path, device="cuda", num_blocks=0, **options, **small)
+    theirs = model_runner(path, device="cpu", num_blocks=60, **options)
+    blocks = [59 - index for index in range(3 * theirs.kv_spec.num_groups)]
+    expected = generate(theirs, PROMPTS[0], blocks, 12, temperature=0.0)
+    assert generate(ours, PROMPTS[0], blocks, 12, temperature=0.0) == expected
 
 
 def test_tokens_are_those_of_torch_in_float32(llama):

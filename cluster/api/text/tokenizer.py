@@ -1,9 +1,9 @@
 """Text to token ids, for the API: the tokenizer, the chat template and public prompts.
 
-A `Tokenizer` is built once from a Hugging Face model directory: `tokenizer.json` (library:
-`tokenizers`), the chat template (library: `jinja2`), the end-of-sequence ids, and how the model's
-authors would have it sampled. `encode` and `chat_prompt` are slow for long texts and
-release the interpreter's lock: call them in a thread.
+A `Tokenizer` is built once from a Hugging Face model directory: `tokenizer.json`, or what stands
+for it (library: `tokenizers`), the chat template (library: `jinja2`), the end-of-sequence ids, and
+how the model's authors would have it sampled. `encode` and `chat_prompt` are slow for long texts
+and release the interpreter's lock: call them in a thread.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from kvrelay.cluster.api.text.chat_template import (
 from kvrelay.cluster.api.text.detokenizer import Decoder
 from kvrelay.cluster.api.text.tool_prompt import TemplateError
 from kvrelay.engine.images import Images
+from kvrelay.engine.model.checkpoint.tokenizer import BYTE_CHARS, content_of, read_tokenizer
+from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.sampling.vocabulary import rename
 from kvrelay.engine.request import NUMBERS, Pooling
 
@@ -58,15 +60,6 @@ class TokenizerError(Exception):
     """The model directory has no tokenizer that can be used; one clear line."""
 
 
-def _byte_of_char() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable character (GPT-2's table); its inverse."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    rest = (byte for byte in range(256) if byte not in printable)
-    table.update({chr(256 + i): byte for i, byte in enumerate(rest)})
-    return table
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
@@ -75,6 +68,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     return content if isinstance(content, dict) else {}
+
+
+def _state(directory: Path) -> dict[str, Any]:
+    try:
+        return read_tokenizer(directory)
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def _built(state: dict[str, Any], directory: Path) -> Any:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(state))
+    except Exception as error:  # the library raises nothing more precise
+        raise TokenizerError(f"the tokenizer in {directory} cannot be used: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +112,9 @@ class Tokenizer:
     ) -> None:
         """`chat_template`: instead of the model's own. Raises `TokenizerError`."""
         self.directory = directory = Path(model_dir)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise TokenizerError(f"no tokenizer: {path} does not exist")
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more precise
-            raise TokenizerError(f"{path} cannot be used: {error}") from error
+        self._tokenizer: Any = _built(_state(directory), directory)
         config = _read_json(directory / "tokenizer_config.json")
-        special = {name: _content(config.get(name)) for name in _SPECIAL_NAMES}
+        special = {name: content_of(config.get(name)) for name in _SPECIAL_NAMES}
         self._special = {name: text for name, text in special.items() if text is not None}
         self.info = {"tokenizer_class": config.get("tokenizer_class"), **special}
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -151,7 +152,8 @@ class Tokenizer:
         )
         parts = [state, *state.get("decoders", [])]
         is_byte_level = any(part.get("type") == "ByteLevel" for part in parts)
-        self._byte_of_char = _byte_of_char() if is_byte_level else None
+        of_bytes = {char: byte for byte, char in enumerate(BYTE_CHARS)}
+        self._byte_of_char = of_bytes if is_byte_level else None
 
     def _eos_token_ids(self, directory: Path) -> tuple[int, ...]:
         """All that any file of the model names as the end of a sequence, ascending."""
@@ -207,7 +209,7 @@ class Tokenizer:
 
     @cached_property
     def _renamed(self) -> _Renamed:
-        return _Renamed(self.directory / "tokenizer.json", self._control_strings)
+        return _Renamed(self.directory, self._control_strings)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `tokens`; bytes that are not UTF-8 become U+FFFD."""
@@ -317,7 +319,7 @@ class _Renamed:
     can have both the token and the characters of its name, and everything else (normalizer,
     white space around tokens) is as it is without. Made when the first text needs it."""
 
-    def __init__(self, path: Path, control_strings: Iterable[str]) -> None:
+    def __init__(self, directory: Path, control_strings: Iterable[str]) -> None:
         controls = frozenset(control_strings)
         self.prefix = private_text(8)  # no client can write it
         self.pattern = re.compile(pattern_of(controls) or "(?!)")
@@ -325,9 +327,9 @@ class _Renamed:
         def name(text: str) -> str:
             return self.prefix + text if text in controls else text
 
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = _state(directory)
         rename(state, name)
-        self.tokenizer: Any = tokenizers.Tokenizer.from_str(json.dumps(state))
+        self.tokenizer: Any = _built(state, directory)
 
 
 def _cut(text: str, keep: Keep, encode: Callable[[str], list[int]]) -> list[int] | None:
@@ -365,12 +367,6 @@ def _is_control(entry: Any, source: str) -> bool:
     if _WORD.fullmatch(text.replace("▁", "").strip()):
         return False
     return text in source or text in ALL_TAGS or bool(_MARKER.fullmatch(text))
-
-
-def _content(token: Any) -> str | None:
-    """A special token in `tokenizer_config.json` is a string or an object."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
 
 
 class PublicPrompts:

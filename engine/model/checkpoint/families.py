@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.model.checkpoint import hybrid
-from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
+from kvrelay.engine.model.checkpoint.fields import (
+    biases,
+    count,
+    head_dim_of,
+    ids,
+    number,
+    read_json,
+    refuse,
+)
+from kvrelay.engine.model.checkpoint.gemma import gemma2, gemma3
 from kvrelay.engine.model.checkpoint.gemma4 import gemma4
 from kvrelay.engine.model.checkpoint.llama4 import llama4
 from kvrelay.engine.model.checkpoint.mimo import mimo_v2
@@ -21,20 +30,30 @@ from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.names import TEXT_KINDS
 from kvrelay.engine.model.checkpoint.nemotron import nemotron_h
 from kvrelay.engine.model.checkpoint.quantized_config import quantization_of
-from kvrelay.engine.model.checkpoint.rope import SLIDING, read_rope, rope_spec, yarn_mscale
+from kvrelay.engine.model.checkpoint.rope import (
+    SLIDING,
+    query_growth,
+    read_rope,
+    rope_spec,
+    yarn_mscale,
+)
+from kvrelay.engine.model.checkpoint.windows import every_layer, optional_window, windows_of
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 
 Raw = Mapping[str, Any]
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-GEMMA3_DEFAULTS: Raw = {  # files of the multimodal models leave these out
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
+MISTRAL_YARN: Raw = {  # what Ministral 3 and Mistral 4 are without a word about rotation
+    "type": "yarn",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
 }
-KIMI_LATENT_EPS = 1e-6  # Kimi-Linear's norms of latents have it; no file states it
+MINISTRAL3_YARN: Raw = {"factor": 16.0, "original_max_position_embeddings": 16384}
+MISTRAL4_YARN: Raw = {"factor": 128.0, "original_max_position_embeddings": 8192}
+LATENT_EPS = 1e-6  # norms of latents have it, whatever rms_norm_eps says; no file states it
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -46,9 +65,13 @@ def read_config(path: Path) -> ModelConfig:
     generation: Raw = {}
     if (path / "generation_config.json").is_file():
         generation = read_json(path / "generation_config.json")
-    quantization_of(path, raw)
+    quantized = quantization_of(path, raw)
     try:
-        return parse(raw, generation)
+        config = parse(raw, generation)
+        packed = "" if quantized is None else quantized.packed_experts
+        if config.experts is not None and packed:
+            config = replace(config, experts=replace(config.experts, packed=packed))
+        return config
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'} does not state {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
@@ -116,41 +139,6 @@ def base(raw: Raw, **changes: Any) -> ModelConfig:
     return ModelConfig(**(fields | changes))
 
 
-def biases(raw: Raw) -> dict[str, bool]:
-    has = bool(raw.get("attention_bias"))
-    return {"attention_bias": has, "output_bias": has}
-
-
-def windows_of(raw: Raw, window: int | None, sliding: Callable[[int], bool]) -> tuple[int, ...]:
-    """The window of each layer: of those that `layer_types` or, without it, `sliding` names."""
-    layers = count(raw, "num_hidden_layers")
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if sliding(index) else "full_attention" for index in range(layers)]
-    unknown = [kind for kind in kinds if kind not in (SLIDING, "full_attention")]
-    if unknown or len(kinds) != layers:
-        wrong = unknown[0] if unknown else f"of {len(kinds)} layers for {layers}"
-        raise ModelError(f"config.json: layer_types {wrong} is not supported")
-    if window is None:
-        return ()
-    if window < 1:
-        raise ModelError(f"config.json: sliding_window is {window}, a positive integer is needed")
-    return tuple(window if kind == SLIDING else 0 for kind in kinds)
-
-
-def every_layer(_: int) -> bool:
-    return True
-
-
-def optional_window(raw: Raw) -> int | None:
-    """For the families that have a switch for it."""
-    return count(raw, "sliding_window", 4096) if raw.get("use_sliding_window") else None
-
-
-def head_dim_of(raw: Raw) -> int:
-    return count(raw, "head_dim", count(raw, "hidden_size") // count(raw, "num_attention_heads"))
-
-
 def _llama(raw: Raw) -> ModelConfig:
     window = raw.get("sliding_window") if raw.get("use_sliding_window", True) else None
     has_windows = SLIDING in (raw.get("layer_types") or [SLIDING])
@@ -193,57 +181,8 @@ def _smollm3(raw: Raw) -> ModelConfig:
 
 
 def _phi3(raw: Raw) -> ModelConfig:
-    raw = {"original_max_position_embeddings": 4096, **raw}
+    raw = {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **raw}
     return base(raw, windows=windows_of(raw, raw.get("sliding_window"), every_layer))
-
-
-def _gemma(raw: Raw, **changes: Any) -> ModelConfig:
-    raw = {"hidden_activation": "gelu_pytorch_tanh", **raw}
-    return base(
-        raw,
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
-        attention_scale=number(raw, "query_pre_attn_scalar", 256) ** -0.5,
-        embed_scale=math.sqrt(count(raw, "hidden_size")),
-        sandwich_norms=True,
-        norm_offset=1.0,
-        **biases(raw),
-        **changes,
-    )
-
-
-def _gemma2(raw: Raw) -> ModelConfig:
-    raw = {"head_dim": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **raw}
-    return _gemma(
-        raw,
-        windows=windows_of(raw, raw.get("sliding_window", 4096), lambda index: index % 2 == 0),
-        attention_softcap=float(raw["attn_logit_softcapping"] or 0.0),
-        logits_softcap=float(raw["final_logit_softcapping"] or 0.0),
-    )
-
-
-def _gemma3(raw: Raw) -> ModelConfig:
-    raw = {**GEMMA3_DEFAULTS, **raw}
-    refuse(raw, "attn_logit_softcapping")
-    every = raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
-    pattern = [(index + 1) % every != 0 for index in range(count(raw, "num_hidden_layers"))]
-    kinds = raw.get("layer_types") or [SLIDING if near else "full_attention" for near in pattern]
-    head_dim = count(raw, "head_dim")
-    near = {
-        "max_position_embeddings": raw["max_position_embeddings"],
-        "rope_theta": raw.get("rope_local_base_freq", 10000.0),
-        "rope_parameters": rope_spec(raw, SLIDING) if raw.get("rope_parameters") else {},
-    }
-    return _gemma(
-        raw,
-        ropes=(
-            read_rope(raw, head_dim, 1e6, "full_attention"),
-            read_rope(near, head_dim),
-        ),
-        layer_ropes=tuple(int(kind == SLIDING) for kind in kinds),
-        windows=windows_of(raw, raw.get("sliding_window", 4096), lambda index: pattern[index]),
-        logits_softcap=float(raw.get("final_logit_softcapping") or 0.0),
-        qk_norm=True,
-    )
 
 
 def _seed_oss(raw: Raw) -> ModelConfig:
@@ -256,20 +195,18 @@ def _seed_oss(raw: Raw) -> ModelConfig:
 
 def _ministral3(raw: Raw) -> ModelConfig:
     raw = {"head_dim": 128, "rms_norm_eps": 1e-5, **raw}
+    raw = _with_yarn(raw, {**MINISTRAL3_YARN, "rope_theta": 1e6})
     windows = windows_of(raw, raw.get("sliding_window"), every_layer)
     return base(raw, windows=windows, **query_growth(raw))
 
 
-def query_growth(raw: Raw) -> dict[str, Any]:
-    """How queries grow with their position, as Llama 4, Ministral 3 and Mistral 4 were trained."""
-    spec = rope_spec(raw)
-    if not (beta := spec.get("llama_4_scaling_beta")):
-        return {}
-    length = count(spec, "original_max_position_embeddings")
-    return {"query_growth": float(beta), "query_growth_length": length}
+def _with_yarn(raw: Raw, default: Raw) -> Raw:
+    stated = raw.get("rope_parameters") or raw.get("rope_scaling")
+    return raw if stated else {**raw, "rope_parameters": {**MISTRAL_YARN, **default}}
 
 
 def _mixtral(raw: Raw) -> ModelConfig:
+    raw = {"rms_norm_eps": 1e-5, **raw}
     experts = Experts(
         num_experts=count(raw, "num_local_experts", 8),
         num_per_token=count(raw, "num_experts_per_tok", 2),
@@ -368,12 +305,16 @@ def _qwen3_5(raw: Raw, experts: Experts | None = None) -> ModelConfig:
 
 def _qwen3_next(raw: Raw) -> ModelConfig:
     raw = {"norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10, **raw}
-    return _qwen3_5_moe({"intermediate_size": 5632, **raw})
+    return _gated_moe({"intermediate_size": 5632, **raw})
 
 
 def _qwen3_5_moe(raw: Raw) -> ModelConfig:
+    return _gated_moe({**raw, "norm_topk_prob": True})  # whatever the file says
+
+
+def _gated_moe(raw: Raw) -> ModelConfig:
     sizes = {"num_experts": 256, "moe_intermediate_size": 512, "intermediate_size": 512}
-    raw = {"norm_topk_prob": True, "shared_expert_intermediate_size": 512, **sizes, **raw}
+    raw = {"shared_expert_intermediate_size": 512, **sizes, **raw}
     shared = count(raw, "shared_expert_intermediate_size")
     return _qwen3_5(raw, _qwen_experts(raw, shared_size=shared, shared_gate=True))
 
@@ -398,6 +339,7 @@ def _deepseek(raw: Raw, experts: Experts, interleaved: bool) -> ModelConfig:
         rope_dim=count(raw, "qk_rope_head_dim", 64),
         value_dim=count(raw, "v_head_dim", 128),
         interleaved=interleaved,
+        scale=_latent_scale(number(raw, "rms_norm_eps", LATENT_EPS)),
     )
     scale, spec = float(latent.nope_dim + latent.rope_dim) ** -0.5, rope_spec(raw)
     if spec.get("mscale_all_dim") and spec.get("rope_type", spec.get("type")) != "default":
@@ -411,6 +353,12 @@ def _deepseek(raw: Raw, experts: Experts, interleaved: bool) -> ModelConfig:
         latent=latent,
         experts=_checked(experts),
     )
+
+
+def _latent_scale(eps: float) -> float:
+    """What latents are multiplied by, so that a norm with `eps` divides them as one with LATENT_EPS
+    does, up to 5e-7 of their square: a power of two rounds nothing."""
+    return 2.0 ** round(math.log2(eps / LATENT_EPS) / 2) if eps > 0.0 else 1.0
 
 
 def _deepseek_experts(raw: Raw, **changes: Any) -> Experts:
@@ -430,6 +378,7 @@ def _deepseek_experts(raw: Raw, **changes: Any) -> Experts:
 
 def _deepseek_v2(raw: Raw) -> ModelConfig:
     refuse(raw, "norm_topk_prob")
+    raw = {"n_shared_experts": 2, **raw}
     method = raw.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(
@@ -446,6 +395,8 @@ def _deepseek_v2(raw: Raw) -> ModelConfig:
 
 
 def _deepseek_v3(raw: Raw) -> ModelConfig:
+    defaults = {"n_shared_experts": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
+    raw = {**defaults, **raw}
     experts = _deepseek_experts(
         raw,
         normalize=bool(raw.get("norm_topk_prob", True)),
@@ -488,7 +439,8 @@ def _first_sparse(kinds: list[str]) -> int:
 def _glm4_moe_lite(raw: Raw) -> ModelConfig:
     dense = _first_sparse(raw.get("mlp_layer_types") or ["dense"])
     defaults = {"rms_norm_eps": 1e-5, "q_lora_rank": 768, "qk_nope_head_dim": 192}
-    raw = {**defaults, "v_head_dim": 256, "n_shared_experts": 1, **raw}
+    defaults |= {"v_head_dim": 256, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
+    raw = {**defaults, **raw}
     experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
     return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
 
@@ -499,17 +451,14 @@ def _kimi_linear(raw: Raw) -> ModelConfig:
     if kinds := raw.get("mlp_layer_types"):
         dense = _first_sparse(kinds)
     experts = _glm4_experts({**raw, "first_k_dense_replace": dense})
-    config = _deepseek(raw, experts, interleaved=False)
-    assert config.latent is not None
-    scale = math.sqrt(config.rms_norm_eps / KIMI_LATENT_EPS)
-    return replace(config, latent=replace(config.latent, scale=scale), **changes)
+    return replace(_deepseek(raw, experts, interleaved=False), **changes)
 
 
 def _mistral4(raw: Raw) -> ModelConfig:
     if raw.get("n_group", 1) != 1:
         raise ModelError(f"config.json: n_group {raw['n_group']} is not supported, only 1")
     defaults = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
-    raw = {**defaults, "n_shared_experts": 1, **raw}
+    raw = _with_yarn({**defaults, "n_shared_experts": 1, **raw}, MISTRAL4_YARN)
     experts = _deepseek_experts(raw, normalize=bool(raw.get("norm_topk_prob", True)))
     # It says which part of a head is rotated, which the two lengths of a latent's query say too.
     whole = {"partial_rotary_factor": 1.0}
@@ -553,8 +502,8 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Qwen3ForCausalLM": _qwen3,
     "SmolLM3ForCausalLM": _smollm3,
     "Phi3ForCausalLM": _phi3,
-    "Gemma2ForCausalLM": _gemma2,
-    "Gemma3ForCausalLM": _gemma3,
+    "Gemma2ForCausalLM": lambda raw: base(**gemma2(raw)),
+    "Gemma3ForCausalLM": lambda raw: base(**gemma3(raw)),
     "Gemma3ForConditionalGeneration": _text_of,
     "Gemma4ForCausalLM": lambda raw: base(**gemma4(raw)),
     "Gemma4ForConditionalGeneration": _text_of,
@@ -587,7 +536,7 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
 }
 TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "deepseek_v3": _deepseek_v3,
-    "gemma3_text": _gemma3,
+    "gemma3_text": lambda raw: base(**gemma3(raw)),
     "gemma4_text": lambda raw: base(**gemma4(raw)),
     "kimi_k2": _deepseek_v3,
     "llama4_text": lambda raw: base(**llama4(raw)),

@@ -59,6 +59,16 @@ def ids(raw: Mapping[str, Any], key: str) -> list[int]:
     return [int(v) for v in value] if isinstance(value, list) else [int(value)]
 
 
+def biases(raw: Mapping[str, Any]) -> dict[str, bool]:
+    """Fields of ModelConfig, of all four projections of attention."""
+    has = bool(raw.get("attention_bias"))
+    return {"attention_bias": has, "output_bias": has}
+
+
+def head_dim_of(raw: Mapping[str, Any]) -> int:
+    return count(raw, "head_dim", count(raw, "hidden_size") // count(raw, "num_attention_heads"))
+
+
 def refuse(raw: Mapping[str, Any], *keys: str) -> None:
     """Raises ModelError if one of `keys` is set: it would change what is computed."""
     for key in keys:

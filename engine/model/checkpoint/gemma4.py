@@ -80,8 +80,9 @@ def gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _heads(raw: Mapping[str, Any], layer: int, kind: str) -> KVHeads:
     """What a layer's file calls by its kind or, as transformers writes it, by its number."""
-    own = (raw.get("per_layer_config") or {}).get(str(layer))
-    if own is None:
+    if (each := raw.get("per_layer_config")) is not None:  # where it is stated, it says all
+        own = each.get(str(layer), {})
+    else:
         own = {} if kind == SLIDING else {"head_dim": raw["global_head_dim"]}
         whole = raw.get("num_global_key_value_heads") if raw.get("attention_k_eq_v") else None
         own |= {"num_key_value_heads": whole} if whole and own else {}

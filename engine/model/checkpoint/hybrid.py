@@ -92,7 +92,9 @@ def falcon_h1(raw: Raw) -> dict[str, Any]:
     if has_norm and raw.get("mamba_norm_before_gate", True):
         raise ModelError("config.json: mamba_norm_before_gate true is not supported, only false")
     heads, groups = count(raw, "mamba_n_heads", 128), count(raw, "mamba_n_groups", 1)
-    width = count(raw, "mamba_d_ssm", count(raw, "mamba_expand", 2) * count(raw, "hidden_size"))
+    width = count(raw, "mamba_d_ssm", 1024)
+    if raw.get("mamba_d_ssm", 0) is None:
+        width = count(raw, "mamba_expand", 2) * count(raw, "hidden_size")
     if width % heads:
         raise ModelError(f"config.json: mamba_d_ssm {width} in {heads} heads is impossible")
     scales = {
@@ -179,6 +181,7 @@ def kimi_linear(raw: Raw) -> tuple[Raw, dict[str, Any]]:
     stated = {**raw, **{key: value for key, value in stated.items() if value}}
     dim, heads = count(stated, "linear_head_dim", 128), count(stated, "linear_num_heads", 32)
     defaults = {"rms_norm_eps": 1e-5, "q_lora_rank": None, "n_shared_experts": 1}
+    defaults |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.446}
     renamed = {key: raw[name] for key, name in KIMI_NAMES.items() if name in raw}
     return {"n_group": 1, "topk_group": 1, **defaults, **renamed, **raw}, {
         "layer_ropes": (-1,) * layers,

@@ -4,10 +4,7 @@ Tensors are views of the files: a page is read when it is first touched, and nev
 prepared for a set of operations, matrix by matrix, so that memory never holds much more than what
 the operations keep.
 
-Quantized weights are widened to floats meanwhile: each number is (q - zero) * scale, computed in
-float32 and rounded once to the type that the model was made in. What the layers' inputs were to be
-rounded to is not done: they stay as they are. Sources: the formats of compressed-tensors, AutoAWQ
-and GPTQ; OCP's Microscaling formats (MX) 1.0 for FP4 (E2M1) and powers of two as scales (E8M0).
+Quantized weights are widened to floats meanwhile (`quantized`).
 """
 
 from __future__ import annotations
@@ -23,17 +20,13 @@ from kvrelay.engine.model.checkpoint import gemma4_weights
 from kvrelay.engine.model.checkpoint.fields import read_json
 from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of, table_and_head
-from kvrelay.engine.model.checkpoint.quantized_config import (
-    PACKED,
-    Group,
-    Quantized,
-    float_type,
-    quantization_of,
-)
+from kvrelay.engine.model.checkpoint.quantized import QuantizedWeights
+from kvrelay.engine.model.checkpoint.quantized_config import PACKED, float_type, quantization_of
 from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES, recurrent_weights
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
+from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
@@ -44,190 +37,6 @@ from kvrelay.engine.model.weights import (
     Weights,
     deinterleaved,
 )
-
-Get = Callable[[str], torch.Tensor | None]  # a tensor by its name; None: there is none
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight columns
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
-_CHUNK_WORDS = 1 << 18  # at a time: bits take 32 bytes each while they are separated
-NARROW = (torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class QuantizedWeights:
-    """Owned by a checkpoint, whose tensors it reads."""
-
-    def __init__(self, config: Quantized, dtype: torch.dtype, get: Get) -> None:
-        """`dtype`: of what is read here."""
-        self._config = config
-        self._dtype = dtype
-        self._get = get
-
-    def read(self, module: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The matrix of `module`, [out, in]; None: it is not quantized. Raises ModelError."""
-        try:
-            return self._read(module, shape)
-        except (RuntimeError, IndexError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise ModelError(f"{module}: its quantized parts do not fit: {reason}") from error
-
-    def read_stacked(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The stacked matrices `name` in MXFP4 as gpt-oss has them: blocks [..., out, in / 32, 16],
-        and a scale for each. None: they are not quantized. Raises ModelError."""
-        blocks = self._get(f"{name}_blocks")
-        if blocks is None:
-            return None
-        scales = self._needed(f"{name}_scales")
-        whole = torch.empty(shape, dtype=self._dtype)
-        if blocks.shape[:-1] != scales.shape or blocks.shape[-2:] != (shape[-1] // 32, 16):
-            raise ModelError(
-                f"{name}: blocks {[*blocks.shape]} and scales {[*scales.shape]} do not make "
-                f"{[*shape]}"
-            )
-        for index, (pairs, scale) in enumerate(zip(blocks, scales, strict=True)):
-            numbers = _unpack_fp4(pairs) * _scale_values(scale).unsqueeze(-1)
-            whole[index] = numbers.flatten(1)
-        return whole
-
-    def _read(self, module: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        group = self._config.group(module)
-        if (words := self._get(f"{module}.qweight")) is not None:
-            return self._by_columns(module, words, group, shape)
-        packed = self._get(f"{module}.weight_packed")
-        if packed is not None and packed.dtype is torch.int32:
-            return self._from_words(module, packed, group, shape)
-        narrow = packed if packed is not None else self._get(f"{module}.weight")
-        if narrow is None or narrow.dtype not in NARROW:
-            return None
-        numbers = _unpack_fp4(narrow) if narrow.dtype is torch.uint8 else narrow.float()
-        zero = self._get(f"{module}.weight_zero_point")
-        return self._widened(module, numbers, group, None if zero is None else zero.float())
-
-    def _from_words(
-        self, module: str, packed: torch.Tensor, group: Group, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Signed numbers, stored with an offset."""
-        stated = self._get(f"{module}.weight_shape")
-        rows, columns = shape if stated is None else map(int, stated.tolist())
-        offset = 1 << (group.bits - 1)
-        numbers = _unpack_bits(packed, group.bits, columns).float() - offset
-        zero = self._get(f"{module}.weight_zero_point")
-        if zero is not None and zero.dtype is torch.int32:
-            words = zero.T.contiguous()
-            zero = _unpack_bits(words, group.bits, rows).T.float() - offset
-        return self._widened(module, numbers, group, None if zero is None else zero.float())
-
-    def _by_columns(
-        self, module: str, words: torch.Tensor, group: Group, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """AWQ and GPTQ hold [in, out], and what belongs to groups as [groups, out]."""
-        rows, columns = shape
-        zeros = self._needed(f"{module}.qzeros")
-        scales = self._needed(f"{module}.scales").float().T
-        if self._config.method == "awq":
-            numbers, zero = _unpack_awq(words).T, _unpack_awq(zeros).T
-        else:
-            numbers = _unpack_bits(words.T.contiguous(), group.bits, columns)
-            zero = _unpack_bits(zeros, group.bits, rows).T + self._config.zero_offset
-        places = self._get(f"{module}.g_idx")
-        if places is None or not places.numel():
-            places = torch.arange(columns) // (group.block[1] or columns)
-        places = places.long()
-        wide = (numbers.float() - zero.float()[:, places]) * scales[:, places]
-        return wide.to(self._dtype)
-
-    def _widened(
-        self, module: str, numbers: torch.Tensor, group: Group, zero: torch.Tensor | None
-    ) -> torch.Tensor:
-        scale = self._scale(module)
-        places = self._get(f"{module}.weight_g_idx")  # the group that each column has
-        if places is not None and scale.shape[1] > 1:
-            scale = scale[:, places.long()]
-            zero = None if zero is None else zero[:, places.long()]
-        rows, columns = numbers.shape
-        block = (group.block[0] or rows, group.block[1] or columns)
-        if zero is not None:
-            numbers = numbers - _spread(_matrix(zero), block, (rows, columns))
-        return (numbers * _spread(scale, block, (rows, columns))).to(self._dtype)
-
-    def _scale(self, module: str) -> torch.Tensor:
-        """[a, b], each of a block."""
-        inverse = self._get(f"{module}.weight_scale_inv")  # which multiplies, like the others
-        stored = self._needed(f"{module}.weight_scale") if inverse is None else inverse
-        scale = _matrix(_scale_values(stored))
-        if (divisor := self._get(f"{module}.weight_global_scale")) is not None:
-            return scale / divisor.float()
-        factor = self._get(f"{module}.weight_scale_2")
-        return scale if factor is None else scale * factor.float()
-
-    def _needed(self, name: str) -> torch.Tensor:
-        tensor = self._get(name)
-        if tensor is None:
-            raise ModelError(f"there is no tensor {name}")
-        return tensor
-
-
-def _matrix(values: torch.Tensor) -> torch.Tensor:
-    """One for all, or one for each row, as [a, b]."""
-    return values.reshape(-1, 1) if values.dim() < 2 else values
-
-
-def _unpack_bits(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """words [rows, n] int32, each row a stream of unsigned numbers of `bits` bits, the lowest bits
-    first -> [rows, count] int16."""
-    rows, width = words.shape
-    numbers = torch.empty(rows, count, dtype=torch.int16)
-    if 32 % bits == 0:
-        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        for part, out in _chunks(words, numbers):
-            each = (part.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-            out.copy_(each.flatten(1)[:, :count])
-        return numbers
-    places = torch.arange(32, dtype=torch.int32)
-    weights = 1 << torch.arange(bits, dtype=torch.int32)
-    whole = width * 32 // bits
-    for part, out in _chunks(words, numbers):
-        stream = ((part.unsqueeze(-1) >> places) & 1).flatten(1)[:, : whole * bits]
-        out.copy_((stream.unflatten(1, (whole, bits)) * weights).sum(-1)[:, :count])
-    return numbers
-
-
-def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
-    """words [rows, columns / 8] int32 of AWQ's "gemm" layout -> [rows, columns] int16."""
-    numbers = _unpack_bits(words, 4, 8 * words.shape[1])
-    return numbers.unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1)
-
-
-def _unpack_fp4(pairs: torch.Tensor) -> torch.Tensor:
-    """pairs [rows, n] uint8, the first number in the lower half -> [rows, 2 n] float32."""
-    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
-    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
-    return table[codes.int()]
-
-
-def _scale_values(scale: torch.Tensor) -> torch.Tensor:
-    """Scales as they are stored, floats of any width or exponents (uint8), as float32."""
-    if scale.dtype is torch.uint8:
-        exponents = scale.int() - _E8M0_BIAS
-        return torch.ldexp(torch.ones(scale.shape), exponents)
-    return scale.float()
-
-
-def _spread(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor:
-    """scale [a, b], each for a block of so many rows and columns -> something that multiplies
-    [rows, columns] of `shape`; the last blocks may be cut off. Raises ValueError."""
-    for dim in (0, 1):
-        if scale.shape[dim] in (1, shape[dim]):
-            continue
-        if scale.shape[dim] != -(-shape[dim] // block[dim]):
-            raise ValueError(f"scales {[*scale.shape]} of blocks {[*block]} for {[*shape]} numbers")
-        scale = scale.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
-    return scale
-
-
-def _chunks(words: torch.Tensor, numbers: torch.Tensor) -> zip[tuple[torch.Tensor, torch.Tensor]]:
-    rows = max(1, _CHUNK_WORDS // max(1, words.shape[1]))
-    return zip(words.split(rows), numbers.split(rows), strict=True)
-
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -241,7 +50,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         raw = read_raw(path)
         stated, dtype = quantization_of(path, raw), getattr(torch, float_type(raw))
-        self.quantized = stated and QuantizedWeights(stated, dtype, self.find)
+        self.quantized = None if stated is None else QuantizedWeights(stated, dtype, self.find)
         self._places = self._found()
         self.renames = renames_of(self._places)
         self.is_interleaved = self.renames is MISTRAL  # rotated rows are stored in pairs
@@ -525,14 +334,15 @@ class Layer:
         if experts.has_bias:
             bias = self._ops.vector(self._get(prefix + bias_name, number))
         name = prefix + "experts."
+        gate_ups: Stacked
+        downs: Stacked
         if experts.scales_inputs and self._checkpoint.has(f"{self._prefix}{name}gate_up_proj"):
             # Llama 4 has [experts, in, out].
             gate_ups = self._transposed(name + "gate_up_proj", number, 2 * width, c.hidden_size)
             downs = self._transposed(name + "down_proj", number, c.hidden_size, width)
-            gate_ups, downs = gate_ups.contiguous(), downs.contiguous()
         elif self._checkpoint.has(f"{self._prefix}{name}gate_up_proj"):  # stacked already
-            gate_ups = self._get(name + "gate_up_proj", number, 2 * width, c.hidden_size)
-            downs = self._get(name + "down_proj", number, c.hidden_size, width)
+            gate_ups = self._stack(name + "gate_up_proj", number, 2 * width, c.hidden_size)
+            downs = self._stack(name + "down_proj", number, c.hidden_size, width)
         else:
             gate_ups, downs = self._stacked_experts(name, parts[not c.is_gated :])
         return ExpertsWeights(
@@ -550,34 +360,50 @@ class Layer:
         downs = self._transposed("mlp.experts.down_proj", number, hidden, width)
         gate_up_bias = self._get("mlp.experts.gate_up_proj_bias", number, 2 * width)
         down_bias = self._get("mlp.experts.down_proj_bias", number, hidden)
-        gate_ups, gate_up_bias = (
-            torch.cat((each[:, 0::2], each[:, 1::2]), dim=1) for each in (gate_ups, gate_up_bias)
-        )
+        gates, ups = slice(0, None, 2), slice(1, None, 2)
+        gate_up_bias = torch.cat((gate_up_bias[:, gates], gate_up_bias[:, ups]), dim=1)
+        if isinstance(gate_ups, Mxfp4):
+            gate_ups = gate_ups.rows(gates, ups)
+        else:
+            gate_ups = torch.cat((gate_ups[:, gates], gate_ups[:, ups]), dim=1)
         of_gate_up, of_down = self._ops.expert_biases(gate_up_bias, down_bias)
         return ExpertsWeights(
             router=self._ops.router(self._get("mlp.router.weight", number, hidden)),
             bias=None,
-            experts=self._ops.experts(gate_ups, downs.contiguous()),
+            experts=self._ops.experts(gate_ups, downs),
             router_bias=self._ops.vector(self._get("mlp.router.bias", number)),
             gate_up_bias=of_gate_up,
             down_bias=of_down,
         )
 
-    def _transposed(self, name: str, number: int, rows: int, columns: int) -> torch.Tensor:
-        """The stacked matrices `name`, [number, rows, columns], however they are stored."""
-        quantized = self._checkpoint.quantized
-        if quantized:
-            found = quantized.read_stacked(self._prefix + name, (number, rows, columns))
-            if found is not None:
-                return found
-        return self._get(name, number, columns, rows).transpose(1, 2)
+    def _transposed(self, name: str, number: int, rows: int, columns: int) -> torch.Tensor | Mxfp4:
+        """The stacked matrices `name`, [number, rows, columns], stored the other way round but
+        where they are in MXFP4."""
+        found = self._narrow(name, (number, rows, columns), by_inputs=True)
+        if found is not None:
+            return found
+        return self._get(name, number, columns, rows).transpose(1, 2).contiguous()
 
-    def _stacked_experts(
-        self, prefix: str, names: tuple[str, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _stack(self, name: str, *shape: int) -> torch.Tensor | Mxfp4:
+        found = self._narrow(name, shape, by_inputs=False)
+        return self._get(name, *shape) if found is None else found
+
+    def _narrow(
+        self, name: str, shape: tuple[int, ...], *, by_inputs: bool
+    ) -> torch.Tensor | Mxfp4 | None:
+        quantized, name = self._checkpoint.quantized, self._prefix + name
+        if quantized is None:
+            return None
+        name = renamed(name, self._checkpoint.renames)
+        return quantized.read_stacked(name, shape, by_inputs=by_inputs)
+
+    def _stacked_experts(self, prefix: str, names: tuple[str, ...]) -> tuple[Stacked, Stacked]:
         c, experts = self._config, self._config.experts
         assert experts is not None
         (*into, down), number, width = names, experts.num_experts, experts.intermediate_size
+        packed = self._fp8_experts(prefix, names, number) if experts.packed == "fp8" else None
+        if packed is not None:
+            return packed
         gate_ups = downs = None
         for index in range(number):
             name = f"{prefix}{index}."
@@ -590,3 +416,21 @@ class Layer:
         assert gate_ups is not None
         assert downs is not None
         return gate_ups, downs
+
+    def _fp8_experts(
+        self, prefix: str, names: tuple[str, ...], number: int
+    ) -> tuple[Fp8Blocks, Fp8Blocks] | None:
+        """As they are stored; None: they are not in blocks of FP8, or one ends within a block."""
+        quantized, renames = self._checkpoint.quantized, self._checkpoint.renames
+        assert quantized is not None
+        stacked = []
+        for parts in (names[:-1], names[-1:]):
+            each = []
+            for index in range(number):
+                modules = [f"{self._prefix}{prefix}{index}.{part}" for part in parts]
+                found = quantized.blocks_of_fp8([renamed(module, renames) for module in modules])
+                if found is None:
+                    return None
+                each.append(found)
+            stacked.append(Fp8Blocks.stacked(each))
+        return stacked[0], stacked[1]

@@ -45,7 +45,7 @@ def mimo_v2(raw: Mapping[str, Any]) -> dict[str, Any]:
             KVHeads(swa_heads if each else heads, raw["head_dim"], raw["v_head_dim"])
             for each in near
         ),
-        "value_scale": number(raw, "attention_value_scale", 1.0),
+        "value_scale": number(raw, "attention_value_scale", 0.707),
         "learned_sinks": True,
         "sinks_in_windows": True,
         "experts": _experts(raw),

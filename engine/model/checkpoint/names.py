@@ -110,8 +110,12 @@ def table_and_head(
     name, sizes = "embed_tokens.weight", (config.vocab_size, config.hidden_size)
     root = next((root for root in ROOTS if checkpoint.has(root + name)), ROOTS[0])
     head = table = checkpoint.get(root + name, *sizes)
-    if not config.tie_word_embeddings:
-        names = ("lm_head.weight", "language_model.lm_head.weight")
-        head = checkpoint.get(next(filter(checkpoint.has, names), names[0]), *sizes)
+    names = ("lm_head.weight", "language_model.lm_head.weight")
+    stored = next(filter(checkpoint.has, names), None)
+    if stored or not config.tie_word_embeddings:
+        # Where one is stored it counts, as to transformers, whatever the file says of ties.
+        own = checkpoint.get(stored or names[0], *sizes)
+        is_tied = config.tie_word_embeddings and bool((own == table).all())
+        head = table if is_tied else own
     scale = dict(config.weight_scales).get("lm_head", 1.0)
     return root, table, head if scale == 1.0 else head * scale

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvrelay.engine.cache_dir import default_cache_dir, file_digest, publish_dir
 from kvrelay.engine.identity import OWN, weight_files
+from kvrelay.engine.model.checkpoint import tokenizer
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.mistral import PARAMS_FILE
 from kvrelay.engine.model.config import check_unchanged, versions_of
@@ -22,8 +23,8 @@ from kvrelay.engine.model.errors import ModelError
 
 CONVERTER_VERSION = 3  # raised when the same file would be converted differently
 DEFAULT_MODEL = "smollm2-135m"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json")  # that other engines read
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model")
 CONSOLIDATED = "consolidated*"  # weights in Mistral's own format, mostly beside others
 ORIGINAL = "original/*"  # for Llama's own code
 CONFIG_FILES = ("config.json", "params.json", "generation_config.json", "hf_quant_config.json")
@@ -85,8 +86,9 @@ def resolve_model(
         read_config(path)
     elif not any((path / each).is_file() for each in (CONFIG_FILE, PARAMS_FILE)):
         raise ModelError(f"{path} has no {CONFIG_FILE}")
-    if not any((path / each).is_file() for each in TOKENIZER_FILES):
-        raise ModelError(f"{path} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    tokenizers = tokenizer.FILES if runs == OWN else (*tokenizer.FILES, *OTHER_TOKENIZERS)
+    if not any((path / each).is_file() for each in tokenizers):
+        raise ModelError(f"{path} has no tokenizer (one of {', '.join(tokenizers)})")
     kinds = weight_files(runs)
     if not any(any(path.glob(each)) for each in kinds):
         raise ModelError(f"{path} has no {' or '.join(kinds)} file")

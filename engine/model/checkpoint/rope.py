@@ -50,6 +50,15 @@ def rope_spec(raw: Mapping[str, Any], layer_type: str = "") -> Mapping[str, Any]
     return {**(raw.get("rope_scaling") or {}), **newer}
 
 
+def query_growth(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """How queries grow with their position, as Llama 4, Ministral 3 and Mistral 4 were trained."""
+    spec = rope_spec(raw)
+    if not (beta := spec.get("llama_4_scaling_beta")):
+        return {}
+    length = count(spec, "original_max_position_embeddings")
+    return {"query_growth": float(beta), "query_growth_length": length}
+
+
 def _scaling(raw: Mapping[str, Any], spec: Mapping[str, Any], dim: int) -> RopeScaling | None:
     kind = spec.get("rope_type", spec.get("type", "default"))
     if kind == "su" or (kind == "yarn" and "long_factor" in spec):  # early names, in Phi-3 files

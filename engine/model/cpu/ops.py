@@ -33,6 +33,7 @@ from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.cpu.terms import CpuTerm, pack_term
 from kvrelay.engine.model.ops import split_queries_and_keys
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.stacked import Stacked, widened
 from kvrelay.engine.model.state_layout import MAMBA2
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights, Weights
@@ -57,8 +58,8 @@ class CpuOps:
         low_precision: the kind (cpu.linear) of GEMM with rounded factors, or 0 for none; None: if
         `dtype` is bfloat16, what is fastest on this CPU. Raises KernelsUnavailable for what the
         kernels do not know."""
-        if config.torch_only:
-            raise KernelsUnavailable(f"{config.torch_only} are not handled")
+        if config.cpu_lacks:
+            raise KernelsUnavailable(f"{config.cpu_lacks} are not handled")
         self._config, self._lib, self._threads = config, library, num_threads
         self._buffers: dict[str, torch.Tensor] = {}
         if low_precision is None:
@@ -203,8 +204,8 @@ class CpuOps:
     def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
         return self._linear.per_head(x, heads)
 
-    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Experts:
-        return self._linear.experts(gate_ups, downs)
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> Experts:
+        return self._linear.experts(widened(gate_ups), widened(downs))
 
     def expert_biases(self, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
         raise AssertionError("as the constructor has said")

@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from kvrelay.engine.model.gpu.attention_tile import (
+    LOG2E,
     LOWEST,
     Tiling,
     attend,
     attended,
     first_seen,
     multiprocessors,
+    with_sink,
 )
 from kvrelay.engine.model.gpu.cache_pool import Pool
 
@@ -60,16 +62,18 @@ def decode_attention(
     window: int = 0,
     num_sinks: int = 0,
     sink_queries: torch.Tensor | None = None,
+    head_sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> None:
     """For each sequence with query_len == 1, row query_start of queries [N, >= num_heads *
-    head_dim] (qkv itself will do) -> the same row of out [N, num_heads * head_dim]. Sequences with
+    head_dim] (qkv itself will do) -> the same row of out [N, num_heads * value_dim]. Sequences with
     another query_len are left to `prefill_attention`: their rows of `out` are not touched.
 
     query_start, query_len, context_len [S] int32; block_tables [S, widest] int32, on the device;
     nothing is read back. window, num_sinks as in ModelConfig; a negative window: chunks of so many
-    positions. sink_queries as `rope_write` left them, needed where both are set."""
+    positions. sink_queries as `rope_write` left them, needed where both are set. head_sinks
+    [num_heads] float32: a score more in each head's softmax, which no key has."""
     num_seqs, group = len(query_start), num_heads // pool.num_kv_heads
     if not num_seqs:
         return
@@ -77,20 +81,22 @@ def decode_attention(
     assert not sinks or sink_queries is not None
     tiling = tiling or decode_tiling(pool, group)
     tiles = triton.cdiv(group, tiling.block_m)
-    partial, lse = partials(out, num_seqs, num_heads, num_splits, pool.head_dim)
+    partial, lse = partials(out, num_seqs, num_heads, num_splits, pool.value_dim)
     constants = pool.constants
     _decode[(pool.num_kv_heads * tiles, num_seqs, num_splits)](
-        out, partial, lse, queries, sink_queries, pool.data, query_start, query_len, context_len,
-        block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
+        out, partial, lse, queries, sink_queries, head_sinks, pool.data, query_start, query_len,
+        context_len, block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
         DIRECT=num_splits == 1, GROUP=group, TILES=tiles, NUM_HEADS=num_heads,
         QUERY_STRIDE=queries.stride(0), OUT_STRIDE=out.stride(0), WINDOW=window, NUM_SINKS=sinks,
         MIN_KEYS=MIN_KEYS, SCALE=scale, SOFTCAP=softcap, HEAD_DIM=pool.head_dim,
-        BLOCK_D=triton.next_power_of_2(pool.head_dim), BLOCK_M=tiling.block_m,
+        BLOCK_D=triton.next_power_of_2(pool.head_dim), VALUE_DIM=pool.value_dim,
+        BLOCK_V=triton.next_power_of_2(pool.value_dim), BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n, **constants, num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        merge(out, partial, lse, query_start, query_len, context_len, window, tiling.block_n)
+        where = (query_start, query_len, context_len)
+        merge(out, partial, lse, *where, window, tiling.block_n, head_sinks)
 
 
 def partials(
@@ -111,12 +117,13 @@ def merge(
     context_len: torch.Tensor,
     window: int,
     block_n: int,
+    head_sinks: torch.Tensor | None = None,
 ) -> None:
     """Splits -> rows of out [N, num_heads * width]."""
     num_seqs, num_heads, num_splits, width = partial.shape
     block_d = min(128, triton.next_power_of_2(width))
     _merge[(num_heads, num_seqs, triton.cdiv(width, block_d))](
-        out, partial, lse, query_start, query_len, context_len, num_splits,
+        out, partial, lse, head_sinks, query_start, query_len, context_len, num_splits,
         NUM_HEADS=num_heads, OUT_STRIDE=out.stride(0), WINDOW=window, MIN_KEYS=MIN_KEYS,
         BLOCK_N=block_n, SPLITS=triton.next_power_of_2(num_splits), WIDTH=width, BLOCK_D=block_d,
         num_warps=4,
@@ -131,14 +138,15 @@ def split_keys(keys, num_splits, BLOCK_N: tl.constexpr, MIN_KEYS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _decode(
-    out, partial, lse, queries, sink_queries, pool, query_start, query_len, context_len, tables,
-    layer_offset, table_stride, num_splits,
+    out, partial, lse, queries, sink_queries, head_sinks, pool, query_start, query_len, context_len,
+    tables, layer_offset, table_stride, num_splits,
     DIRECT: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr, NUM_HEADS: tl.constexpr,
     QUERY_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     NUM_SINKS: tl.constexpr, MIN_KEYS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
     """One program: (KV head and tile of its group, sequence, split)."""
     kv_head, seq, split = tl.program_id(0) // TILES, tl.program_id(1), tl.program_id(2)
@@ -158,7 +166,7 @@ def _decode(
     table = tables + seq.to(tl.int64) * table_stride
     keys = pool + layer_offset + kv_head * HEAD_STRIDE
     positions = tl.zeros((BLOCK_M,), dtype=tl.int32) + (context - 1)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     highest = tl.zeros((BLOCK_M,), dtype=tl.float32) + LOWEST
     unit = context * 0
@@ -168,27 +176,33 @@ def _decode(
         q = tl.load(sink_queries + row * NUM_HEADS * HEAD_DIM + at, mask=inside, other=0.0)
         acc, total, highest, unit = attend(
             acc, total, highest, unit, q.to(kind), keys, table, positions, 0, sinks, 0,
-            True, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
-            PLANE_STRIDE, BLOCK_SIZE, FP8,
+            True, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+            BLOCK_N, BLOCK_STRIDE, PLANE_STRIDE, BLOCK_SIZE, FP8,
         )  # fmt: skip
     q = tl.load(queries + row * QUERY_STRIDE + at, mask=inside, other=0.0)
     acc, total, highest, unit = attend(
         acc, total, highest, unit, q.to(kind), keys, table, positions, first, last, low,
-        False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
-        PLANE_STRIDE, BLOCK_SIZE, FP8,
+        False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+        BLOCK_N, BLOCK_STRIDE, PLANE_STRIDE, BLOCK_SIZE, FP8,
     )  # fmt: skip
+    if DIRECT and head_sinks is not None:
+        sink = tl.load(head_sinks + heads, mask=member < GROUP, other=0.0)
+        acc, total = with_sink(acc, total, highest, sink)
     acc = attended(acc, total, unit, FP8)
+    dims = tl.arange(0, BLOCK_V)
+    inside = (member < GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
     if DIRECT:
+        at = heads[:, None] * VALUE_DIM + dims[None, :]
         tl.store(out + row * OUT_STRIDE + at, acc.to(out.dtype.element_ty), mask=inside)
     else:
         part = (seq.to(tl.int64) * NUM_HEADS + heads) * num_splits + split
-        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=inside)
+        tl.store(partial + part[:, None] * VALUE_DIM + dims[None, :], acc, mask=inside)
         tl.store(lse + part, highest + tl.log2(total), mask=member < GROUP)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _merge(
-    out, partial, lse, query_start, query_len, context_len, num_splits,
+    out, partial, lse, head_sinks, query_start, query_len, context_len, num_splits,
     NUM_HEADS: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     MIN_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -203,10 +217,16 @@ def _merge(
     is_split = split < tl.cdiv(keys, split_keys(keys, num_splits, BLOCK_N, MIN_KEYS))
     part = (seq.to(tl.int64) * NUM_HEADS + head) * num_splits + split
     log = tl.load(lse + part, mask=is_split, other=float("-inf"))
-    weight = tl.exp2(log - tl.max(log, 0))
+    top = tl.max(log, 0)
+    rest = 0.0
+    if head_sinks is not None:
+        sink = tl.load(head_sinks + head) * LOG2E
+        top = tl.maximum(top, sink)
+        rest = tl.exp2(sink - top)
+    weight = tl.exp2(log - top)
     inside = is_split[:, None] & (dims < WIDTH)[None, :]
     acc = tl.load(partial + part[:, None] * WIDTH + dims[None, :], mask=inside, other=0.0)
-    merged = tl.sum(acc * weight[:, None], 0) / tl.sum(weight, 0)
+    merged = tl.sum(acc * weight[:, None], 0) / (tl.sum(weight, 0) + rest)
     row = tl.load(query_start + seq).to(tl.int64)
     at = out + row * OUT_STRIDE + head * WIDTH + dims
     tl.store(at, merged.to(out.dtype.element_ty), mask=dims < WIDTH)

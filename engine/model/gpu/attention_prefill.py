@@ -21,6 +21,7 @@ from kvrelay.engine.model.gpu.attention_tile import (
     attended,
     first_seen,
     shared_memory,
+    with_sink,
 )
 from kvrelay.engine.model.gpu.cache_pool import Pool
 
@@ -79,10 +80,11 @@ def prefill_attention(
     window: int = 0,
     num_sinks: int = 0,
     sink_queries: torch.Tensor | None = None,
+    head_sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     tiling: Tiling | None = None,
 ) -> None:
-    """Rows of out [N, num_heads * head_dim] of the sequences that `tiles` names (int32 [T, 2] on
+    """Rows of out [N, num_heads * value_dim] of the sequences that `tiles` names (int32 [T, 2] on
     the device, from `prefill_tiles` with the same tiling). The new tokens' KV is in the pool
     already. The rest as in `decode_attention`."""
     if not len(tiles):
@@ -91,12 +93,13 @@ def prefill_attention(
     assert not sinks or sink_queries is not None
     tiling = tiling or prefill_tiling(pool)
     _prefill[(len(tiles) * pool.num_kv_heads,)](
-        out, queries, sink_queries, pool.data, tiles, query_start, query_len, context_len,
-        block_tables, pool.layer_offset(layer), block_tables.stride(0),
+        out, queries, sink_queries, head_sinks, pool.data, tiles, query_start, query_len,
+        context_len, block_tables, pool.layer_offset(layer), block_tables.stride(0),
         GROUP=num_heads // pool.num_kv_heads, NUM_KV_HEADS=pool.num_kv_heads, NUM_HEADS=num_heads,
         QUERY_STRIDE=queries.stride(0), OUT_STRIDE=out.stride(0), WINDOW=window, NUM_SINKS=sinks,
         SCALE=scale, SOFTCAP=softcap, HEAD_DIM=pool.head_dim,
-        BLOCK_D=triton.next_power_of_2(pool.head_dim), BLOCK_M=tiling.block_m,
+        BLOCK_D=triton.next_power_of_2(pool.head_dim), VALUE_DIM=pool.value_dim,
+        BLOCK_V=triton.next_power_of_2(pool.value_dim), BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n, **pool.constants, num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )  # fmt: skip
@@ -104,14 +107,14 @@ def prefill_attention(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
-    out, queries, sink_queries, pool, tiles, query_start, query_len, context_len, tables,
-    layer_offset, table_stride,
+    out, queries, sink_queries, head_sinks, pool, tiles, query_start, query_len, context_len,
+    tables, layer_offset, table_stride,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr,
     QUERY_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     NUM_SINKS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of rows (token, head of the group), and a KV head."""
     item, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -126,7 +129,7 @@ def _prefill(
     keys = pool + layer_offset + kv_head * HEAD_STRIDE
     nearest = context - count + first_row // GROUP  # the first row's position
     farthest = tl.minimum(context - count + (first_row + BLOCK_M - 1) // GROUP, context - 1)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     highest = tl.zeros((BLOCK_M,), dtype=tl.float32) + LOWEST
     unit = context * 0
@@ -136,8 +139,8 @@ def _prefill(
         q = tl.load(sink_queries + token * NUM_HEADS * HEAD_DIM + at, mask=inside, other=0.0)
         acc, total, highest, unit = attend(
             acc, total, highest, unit, q.to(kind), keys, table, positions, 0, sinks, 0,
-            True, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
-            PLANE_STRIDE, BLOCK_SIZE, FP8,
+            True, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+            BLOCK_N, BLOCK_STRIDE, PLANE_STRIDE, BLOCK_SIZE, FP8,
         )  # fmt: skip
     q = tl.load(queries + token * QUERY_STRIDE + at, mask=inside, other=0.0).to(kind)
     low, whole = 0, 0  # the first key that any row sees; from where on the window hides none
@@ -147,20 +150,26 @@ def _prefill(
         acc, total, highest, unit = attend(
             acc, total, highest, unit, q, keys, table, positions, low // BLOCK_N * BLOCK_N,
             tl.minimum(whole, farthest + 1), low,
-            False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
-            PLANE_STRIDE, BLOCK_SIZE, FP8,
+            False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+            BLOCK_N, BLOCK_STRIDE, PLANE_STRIDE, BLOCK_SIZE, FP8,
         )  # fmt: skip
     diagonal = (nearest + 1) // BLOCK_N * BLOCK_N  # from where on the order hides some
     acc, total, highest, unit = attend(
         acc, total, highest, unit, q, keys, table, positions, whole, diagonal, low,
-        False, False, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
-        PLANE_STRIDE, BLOCK_SIZE, FP8,
+        False, False, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+        BLOCK_N, BLOCK_STRIDE, PLANE_STRIDE, BLOCK_SIZE, FP8,
     )  # fmt: skip
     acc, total, highest, unit = attend(
         acc, total, highest, unit, q, keys, table, positions, tl.maximum(whole, diagonal),
         farthest + 1, low,
-        False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_STRIDE,
-        PLANE_STRIDE, BLOCK_SIZE, FP8,
+        False, True, WINDOW, SCALE, SOFTCAP, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V,
+        BLOCK_N, BLOCK_STRIDE, PLANE_STRIDE, BLOCK_SIZE, FP8,
     )  # fmt: skip
+    if head_sinks is not None:
+        sink = tl.load(head_sinks + kv_head * GROUP + row % GROUP)
+        acc, total = with_sink(acc, total, highest, sink)
     acc = attended(acc, total, unit, FP8).to(out.dtype.element_ty)
+    dims = tl.arange(0, BLOCK_V)
+    at = (kv_head * GROUP + row % GROUP)[:, None] * VALUE_DIM + dims[None, :]
+    inside = (row < count * GROUP)[:, None] & (dims < VALUE_DIM)[None, :]
     tl.store(out + token * OUT_STRIDE + at, acc, mask=inside)

@@ -112,6 +112,15 @@ def first_seen(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def with_sink(acc, total, highest, sink):
+    """State of the loop, as if each row had seen one key more, of score `sink` [M] and no value."""
+    score = sink * LOG2E
+    top = tl.maximum(highest, score)
+    kept = tl.exp2(highest - top)
+    return acc * kept[:, None], total * kept + tl.exp2(score - top)
+
+
+@triton.jit
 def attended(acc, total, unit, FP8: tl.constexpr):
     """State of the loop -> rows of the result."""
     if FP8:
@@ -123,9 +132,9 @@ def attended(acc, total, unit, FP8: tl.constexpr):
 def attend(
     acc, total, highest, unit, queries, keys, table, positions, first, last, low,
     SINKS: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    FP8: tl.constexpr,
+    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
+    PLANE_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Rows `queries` [M, BLOCK_D] at `positions` [M] against keys [first, last), tile by tile.
 
@@ -133,7 +142,7 @@ def attend(
     rows see keys up to themselves and within the window, and keys below `low` or from `last` on are
     not read; else all rows see all keys. SINKS: rows see the keys before their window instead.
     """
-    dims = tl.arange(0, BLOCK_D)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         readable = (n >= low) & (n < last)
@@ -146,10 +155,12 @@ def attend(
         if FP8:  # single bytes are not loaded ahead, so they are asked for first
             scale_at = head + (BLOCK_SIZE * HEAD_DIM + n % BLOCK_SIZE)
             key_bytes = tl.load(scale_at, mask=readable, other=0).to(tl.int32)
-            value_bytes = tl.load(scale_at + PLANE_STRIDE, mask=readable, other=0).to(tl.int32)
+            scale_at = head + (PLANE_STRIDE + BLOCK_SIZE * VALUE_DIM + n % BLOCK_SIZE)
+            value_bytes = tl.load(scale_at, mask=readable, other=0).to(tl.int32)
         at = (head + n % BLOCK_SIZE * HEAD_DIM)[:, None] + dims[None, :]
         key = load_rows(at, readable, dims, HEAD_DIM, BLOCK_D, MASKED)
-        value = load_rows(at + PLANE_STRIDE, readable, dims, HEAD_DIM, BLOCK_D, MASKED)
+        at = (head + (PLANE_STRIDE + n % BLOCK_SIZE * VALUE_DIM))[:, None] + value_dims[None, :]
+        value = load_rows(at, readable, value_dims, VALUE_DIM, BLOCK_V, MASKED)
         scores = tl.dot(queries, tl.trans(upcast(key, queries, FP8)), input_precision="ieee")
         if FP8:
             scores = scores * factor(key_bytes)[None, :]

@@ -19,10 +19,13 @@ FP8 = torch.uint8  # what a pool of float8_e4m3 is held as
 class Pool:
     """`data`: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], or uint8
     [num_blocks, num_layers, num_planes, num_kv_heads, bytes_per_head]. What a head has of a plane
-    is contiguous. Owned by the op set that made it; the memory belongs to the runner."""
+    is contiguous. Where values have another size than keys, `data` has the keys' plane alone.
+    Owned by the op set that made it; the memory belongs to the runner."""
 
     data: torch.Tensor
     head_dim: int
+    other_dim: int = 0  # that values have, where it is another
+    apart: int = 0  # elements from a head's keys to its values, likewise
 
     def __post_init__(self) -> None:
         assert self.data[0, 0, 0, 0].is_contiguous()
@@ -32,6 +35,10 @@ class Pool:
     @property
     def is_fp8(self) -> bool:
         return self.data.dtype == FP8
+
+    @property
+    def value_dim(self) -> int:
+        return self.other_dim or self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
@@ -50,7 +57,7 @@ class Pool:
         """What every kernel that reads or writes the pool is compiled for."""
         return {
             "BLOCK_STRIDE": self.data.stride(0),
-            "PLANE_STRIDE": self.data.stride(2),
+            "PLANE_STRIDE": self.apart or self.data.stride(2),
             "HEAD_STRIDE": self.data.stride(3),
             "BLOCK_SIZE": self.block_size,
             "FP8": self.is_fp8,

@@ -32,8 +32,9 @@ def rope_write(
     sink_queries: torch.Tensor | None = None,
     sink_position: int = 0,
 ) -> None:
-    """qkv [N, (num_heads + 2 * num_kv_heads) * head_dim], rows contiguous: queries are normed and
-    rotated in place; keys, normed and rotated, and values go to the pool only.
+    """qkv [N, (num_heads + num_kv_heads) * head_dim + num_kv_heads * value_dim], rows contiguous:
+    queries are normed and rotated in place; keys, normed and rotated, and values go to the pool
+    only.
 
     positions, slots: [N] int64; a slot below zero is not written (padding of a captured step).
     tables: cos and sin, float32 [max_positions, rope.dim / 2]; None: the layer does not rotate.
@@ -57,8 +58,8 @@ def rope_write(
         qkv, sink_queries, pool.data, positions, slots,
         *(tables or (None, None)), *(norms or (None, None)), pool.layer_offset(layer),
         QKV_STRIDE=qkv.stride(0), NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=pool.head_dim, HALF=half, HEADS=HEADS, EPS=eps, NORM=norms is not None,
-        VALUE_NORM=value_norm,
+        HEAD_DIM=pool.head_dim, VALUE_DIM=pool.value_dim, HALF=half, HEADS=HEADS, EPS=eps,
+        NORM=norms is not None, VALUE_NORM=value_norm,
         ROTATE=tables is not None, SINK_POSITION=-1 if sink_queries is None else sink_position,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_REST=triton.next_power_of_2(max(rest, 1)),
         HADAMARD_BLOCK=half & -half, **pool.constants, num_warps=4,
@@ -158,24 +159,24 @@ def _hadamard_pair(x, y, HEADS: tl.constexpr, WIDTH: tl.constexpr, HADAMARD_BLOC
 
 @triton.jit
 def _put(
-    head, offset, x, y, z, x_at, y_at, z_at, in_half, rests,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    head, offset, x, y, z, x_at, y_at, z_at, in_half, in_other, rests, dim,
+    BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Write token `offset` of a block for some heads, which begin at `head` [heads, 1]: three parts
-    x, y, z, [heads, part] each, to the columns x_at, y_at, z_at."""
-    to = head + offset * HEAD_DIM
+    x, y, z, [heads, part] each, to the columns x_at, y_at, z_at of `dim`."""
+    to = head + offset * dim
     if FP8:
         x, y, z = x.to(tl.float32), y.to(tl.float32), z.to(tl.float32)
         largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
         byte = _scale_byte(tl.maximum(largest, tl.max(tl.abs(z), 1)))[:, None]
         is_written = tl.max(in_half.to(tl.int32), 1)[:, None] > 0
-        tl.store(head + BLOCK_SIZE * HEAD_DIM + offset, byte.to(tl.uint8), mask=is_written)
+        tl.store(head + BLOCK_SIZE * dim + offset, byte.to(tl.uint8), mask=is_written)
         tl.store(to + x_at, e4m3(x, byte), mask=in_half)
-        tl.store(to + y_at, e4m3(y, byte), mask=in_half)
+        tl.store(to + y_at, e4m3(y, byte), mask=in_other)
         tl.store(to + z_at, e4m3(z, byte), mask=rests)
     else:
         tl.store(to + x_at, x, mask=in_half)
-        tl.store(to + y_at, y, mask=in_half)
+        tl.store(to + y_at, y, mask=in_other)
         tl.store(to + z_at, z, mask=rests)
 
 
@@ -183,8 +184,8 @@ def _put(
 def _rope_write(
     qkv, sink_queries, pool, positions, slots, cos, sin, q_norm, k_norm, layer_offset,
     QKV_STRIDE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, EPS: tl.constexpr,
-    NORM: tl.constexpr, VALUE_NORM: tl.constexpr, ROTATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, VALUE_NORM: tl.constexpr, ROTATE: tl.constexpr,
     SINK_POSITION: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
     PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -199,18 +200,23 @@ def _rope_write(
     is_query = heads < NUM_HEADS
     is_key = (heads >= NUM_HEADS) & (heads < NUM_HEADS + NUM_KV_HEADS)
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
-    in_half = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (x_at < HALF)
-    rests = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (z_at < HEAD_DIM)
-    at = qkv + token * QKV_STRIDE + heads * HEAD_DIM
+    dim = HEAD_DIM
+    if VALUE_DIM != HEAD_DIM:  # a value may end within any of the three parts
+        dim = tl.where(is_value, VALUE_DIM, HEAD_DIM)
+    is_head = heads < NUM_HEADS + 2 * NUM_KV_HEADS
+    in_half, rests = is_head & (x_at < HALF) & (x_at < dim), is_head & (z_at < dim)
+    in_other = is_head & (x_at < HALF) & (y_at < dim)
+    values = tl.where(is_value, heads - NUM_HEADS - NUM_KV_HEADS, 0)
+    at = qkv + token * QKV_STRIDE + heads * HEAD_DIM - values * (HEAD_DIM - VALUE_DIM)
     x = tl.load(at + x_at, mask=in_half, other=0.0).to(tl.float32)
-    y = tl.load(at + y_at, mask=in_half, other=0.0).to(tl.float32)
+    y = tl.load(at + y_at, mask=in_other, other=0.0).to(tl.float32)
     z = tl.load(at + z_at, mask=rests, other=0.0).to(tl.float32)
     if NORM:
         square = tl.sum(x * x, 1) + tl.sum(y * y, 1) + tl.sum(z * z, 1)
-        scale = tl.rsqrt(square / HEAD_DIM + EPS)[:, None]
+        scale = tl.rsqrt(square[:, None] / dim + EPS)
         plain = is_value & VALUE_NORM
         x = _normed(x, scale, q_norm, k_norm, x_at, in_half, is_query, is_key, plain)
-        y = _normed(y, scale, q_norm, k_norm, y_at, in_half, is_query, is_key, plain)
+        y = _normed(y, scale, q_norm, k_norm, y_at, in_other, is_query, is_key, plain)
         z = _normed(z, scale, q_norm, k_norm, z_at, rests, is_query, is_key, plain)
         tl.store(at + z_at, z.to(kind), mask=rests & is_query)
     position = tl.load(positions + token)
@@ -239,8 +245,8 @@ def _rope_write(
     kv_head = heads - NUM_HEADS - is_value.to(tl.int32) * NUM_KV_HEADS
     head = pool + layer_offset + slot // BLOCK_SIZE * BLOCK_STRIDE + plane + kv_head * HEAD_STRIDE
     written = (is_key | is_value) & (slot >= 0)
-    _put(head, slot % BLOCK_SIZE, x, y, z, x_at, y_at, z_at, in_half & written, rests & written,
-         HEAD_DIM, BLOCK_SIZE, FP8)  # fmt: skip
+    _put(head, slot % BLOCK_SIZE, x, y, z, x_at, y_at, z_at, in_half & written, in_other & written,
+         rests & written, dim, BLOCK_SIZE, FP8)  # fmt: skip
 
 
 @triton.jit
@@ -268,9 +274,9 @@ def _latent_write(
         x, y = _rotated(x, y, cos, sin, angles, half < HALF)
         slot = tl.load(slots + token + tl.zeros((1, 1), dtype=tl.int32)).to(tl.int64)  # [1, 1]
         head = pool + layer_offset + slot // BLOCK_SIZE * BLOCK_STRIDE
+        in_half, rests = in_half & (slot >= 0), rests & (slot >= 0)
         _put(head, slot % BLOCK_SIZE, x.to(kind), y.to(kind), z, RANK + x_at, RANK + y_at, z_at,
-             in_half & (slot >= 0), rests & (slot >= 0), RANK + 2 * HALF, BLOCK_SIZE,
-             FP8)  # fmt: skip
+             in_half, in_half, rests, RANK + 2 * HALF, BLOCK_SIZE, FP8)  # fmt: skip
     else:
         heads = ((chunk - 1) * HEADS + tl.arange(0, HEADS))[:, None]
         inside = (heads < NUM_HEADS) & (x_at < HALF)

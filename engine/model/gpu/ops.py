@@ -34,8 +34,9 @@ from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.staging import to_device
 from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
-from kvrelay.engine.model.quantize import quantize
+from kvrelay.engine.model.quantize import GROUP, quantize
 from kvrelay.engine.model.recurrence import DeltaRows
+from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked, widened
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 
@@ -84,10 +85,9 @@ class TritonOps(TensorOps):
         self._pool = Pool(pool, c.attention_spec(1, "float32").head_dim)
         self._pools: dict[int, Pool] = {}  # where heads differ: each layer's alone
         for layer, (keys, values) in kv_planes(pool, c).items() if c.layer_heads else ():
-            shape, (block, *inner) = (len(keys), 1, 2, *keys.shape[1:]), keys.stride()
-            apart = values.storage_offset() - keys.storage_offset()
-            view = pool.as_strided(shape, (block, 0, apart, *inner), keys.storage_offset())
-            self._pools[layer] = Pool(view, c.kv_heads(layer).key_dim)
+            heads, apart = c.kv_heads(layer), int(values.storage_offset() - keys.storage_offset())
+            data = keys.unsqueeze(1).unsqueeze(1)  # one layer, one plane
+            self._pools[layer] = Pool(data, heads.key_dim, heads.value_dim, apart)
 
     def _pool_of(self, layer: int) -> tuple[Pool, int]:
         """A layer's pool, and its place in the blocks of that."""
@@ -183,13 +183,14 @@ class TritonOps(TensorOps):
     def attention(
         self, qkv: torch.Tensor, layer: int, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        assert sinks is None  # `_check` has refused them
         c = self._config
-        width = c.num_heads * c.kv_heads(layer).key_dim
-        out = torch.empty((len(qkv), width), dtype=qkv.dtype, device=qkv.device)
-        to_sinks = self._sink_queries if self._has_sinks(layer) else None
+        kv, to_sinks = c.kv_heads(layer), self._sink_queries if self._has_sinks(layer) else None
+        shape = (len(qkv), c.num_heads * kv.value_dim)
+        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
         if to_sinks is not None and self._rope_of(layer) is None:
-            to_sinks = qkv[:, :width].contiguous()  # where nothing rotates, all queries are alike
+            to_sinks = qkv[
+                :, : c.num_heads * kv.key_dim
+            ].contiguous()  # where nothing rotates, all queries are alike
         self._attend(
             decode_attention,
             prefill_attention,
@@ -201,6 +202,7 @@ class TritonOps(TensorOps):
             window=c.window_or_chunk(layer),
             num_sinks=c.num_sinks if c.window(layer) else 0,
             sink_queries=to_sinks,
+            head_sinks=sinks,
             softcap=c.attention_softcap,
         )
         return out
@@ -260,7 +262,18 @@ class TritonOps(TensorOps):
         places = (batch.tables_of(group), batch.slots_of(group), batch.positions)
         return Where(*places, batch.query_start, batch.query_len)
 
-    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> mixture.ExpertWeights:
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> mixture.ExpertWeights:
+        if isinstance(gate_ups, Mxfp4) and isinstance(downs, Mxfp4):  # less than int8 and FP8
+            packed = (gate_ups.pairs, downs.pairs, gate_ups.scales, downs.scales)
+            ups, down, *scales = (each.to(self._device) for each in packed)
+            return mixture.ExpertWeights(ups, down, scales[0], scales[1])
+        if isinstance(gate_ups, Fp8Blocks) and isinstance(downs, Fp8Blocks):
+            block = gate_ups.block
+            if has_fp8(self._device) and not block[1] % GROUP:
+                packed = (gate_ups.numbers, downs.numbers, gate_ups.scales, downs.scales)
+                ups, down, *scales = (each.to(self._device) for each in packed)
+                return mixture.ExpertWeights(ups, down, scales[0], scales[1], block)
+        gate_ups, downs = widened(gate_ups), widened(downs)
         if self._quantization == "int8":  # in fp8 they stay as they are
             pairs = [quantize(each.to(self._device)) for each in (gate_ups, downs)]
             return mixture.ExpertWeights(pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])
@@ -274,9 +287,12 @@ class TritonOps(TensorOps):
     def add_experts(
         self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None
     ) -> None:
-        logits = F.linear((x if routed is None else routed).float(), layer.router)
+        routed = x if routed is None else routed
+        logits = F.linear(routed.float(), layer.router, layer.router_bias)
         x, chosen, weights = choose_experts(x, logits, layer, self._config)
-        mixture.add_experts(hidden, x, layer.experts, chosen, weights, self._config.activation)
+        biases = layer.gate_up_bias, layer.down_bias
+        parts = layer.experts, chosen, weights, self._config.activation, biases
+        mixture.add_experts(hidden, x, *parts)
 
     def _attend(
         self,
@@ -305,6 +321,10 @@ class TritonOps(TensorOps):
         return self._config.num_sinks > 0 and self._config.window(layer) > 0
 
 
+def has_fp8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
 def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantization: str) -> None:
     """Raises KernelsUnavailable if no kernel fits."""
     device = pool.device
@@ -325,12 +345,8 @@ def _check(config: ModelConfig, pool: torch.Tensor, dtype: torch.dtype, quantiza
         raise KernelsUnavailable("Triton's kernels need a GPU")
     if quantization == "fp8" and dtype != torch.bfloat16:
         raise KernelsUnavailable("model.quantization = fp8 needs model.dtype = bfloat16")
-    if config.torch_only:
-        raise KernelsUnavailable(f"{config.torch_only} are not handled")
     if config.activation not in KINDS:
         raise KernelsUnavailable(f"activation {config.activation} is not handled")
-    if any(each.key_dim != each.value_dim for each in config.layer_heads):
-        raise KernelsUnavailable("values of another size than keys are not handled")
     if config.layer_heads and config.num_sinks:
         raise KernelsUnavailable("attention sinks with heads that differ by layer are not handled")
     if config.latent is not None and any(config.windows):

@@ -31,6 +31,7 @@ from kvrelay.engine.model.sampling.sampler import (
     sample,
     undrafted,
 )
+from kvrelay.engine.model.states import NO_STATE, StateSpans
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Sampled, ScheduledSeq, Step, StepDone
 
@@ -253,7 +254,7 @@ class Launches:
 
 def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.device) -> Batch:
     """Prompts of these lengths, cut to the model's, that write no slot: a pool of one block is
-    enough for it."""
+    enough for it. Where torch computes states, each goes to that block."""
     lengths = [min(length, limits.max_model_len) for length in lengths]
     starts = np.cumsum([0, *lengths[:-1]]).astype(np.int32)
     counts = np.array(lengths, np.int32)
@@ -274,8 +275,14 @@ def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.devic
         ),
         more_slots=no_slots[1:] if more else None,
         more_tables=tables[1:] if more else None,
+        states=(_states_of_nothing(starts, lengths),) * limits.num_state_groups,
     )
     return stage(batch, device)
+
+
+def _states_of_nothing(starts: np.ndarray, lengths: Sequence[int]) -> StateSpans:
+    rows = tuple((int(start), length) for start, length in zip(starts, lengths, strict=True))
+    return StateSpans(rows, (NO_STATE,) * len(rows), (0,) * len(rows))
 
 
 def _rows_of(seq: ScheduledSeq) -> list[ScheduledSeq]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.config import ModelConfig
@@ -23,6 +24,7 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.parallel.link import MakeCompanion
 from kvrelay.engine.model.parallel.shard import Shard
+from kvrelay.engine.model.stacked import GROUP, Packed, Stacked, of_halves, widened
 from kvrelay.engine.model.state_layout import MAMBA2
 from kvrelay.engine.model.terms import Term
 
@@ -381,14 +383,29 @@ class ParallelOps:
         self, gate_up: torch.Tensor, down: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks add up what comes out, so one of them has the second bias."""
-        part = self._shard.part(gate_up.shape[1] // 2)
-        own = torch.cat([each[:, part] for each in gate_up.chunk(2, dim=1)], dim=1)
+        own = of_halves(gate_up, self._part_of_experts(gate_up.shape[1] // 2))
         return self._inner.expert_biases(own, torch.zeros_like(down) if self._shard.rank else down)
 
-    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Any:
-        part = self._shard.part(downs.shape[2])
-        projections = [each[:, part] for each in gate_ups.chunk(2, dim=1)]
-        return self._inner.experts(torch.cat(projections, dim=1), downs[:, :, part].contiguous())
+    def _part_of_experts(self, width: int) -> slice:
+        """A rank's columns of `downs`. Where experts have biases they may be in MXFP4, and these
+        are whole groups of that: those beyond `width` are zeros."""
+        experts = self._model.experts
+        assert experts is not None
+        more = -width % (GROUP * self._shard.size) if experts.has_biases else 0
+        return self._shard.part(width + more)
+
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> Any:
+        part = self._part_of_experts(downs.shape[2])
+        if (
+            isinstance(gate_ups, Packed)
+            and isinstance(downs, Packed)
+            and downs.cuts_at(part.start)
+            and downs.cuts_at(part.stop)
+        ):
+            return self._inner.experts(gate_ups.of_halves(part), downs.columns(part))
+        gate_ups, downs = widened(gate_ups), widened(downs)
+        own = F.pad(downs[:, :, part], (0, max(part.stop - downs.shape[2], 0)))
+        return self._inner.experts(of_halves(gate_ups, part), own.contiguous())
 
     def add_experts(
         self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None

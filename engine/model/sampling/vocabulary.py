@@ -21,6 +21,10 @@ from typing import Any
 import llguidance
 from tokenizers import pre_tokenizers
 
+from kvrelay.engine.model.checkpoint.fields import read_json
+from kvrelay.engine.model.checkpoint.tokenizer import CONFIG_FILE, content_of, read_tokenizer
+from kvrelay.engine.model.errors import ModelError
+
 PRIVATE = "\U000f0000"  # no text has it: a special token's name begins with it
 
 
@@ -34,14 +38,14 @@ def read_vocabulary(
     """The model's tokens as grammars see them; takes a second. vocab_size: of its logits, which may
     exceed the tokenizer's (no grammar allows the rest), or be less. Raises GrammarError."""
     try:
-        state = _read(model_dir)
+        state = read_tokenizer(model_dir)
         ends = sorted({*eos_token_ids, *_named_ends(model_dir, state)})
         text = json.dumps(_by_text(state, ends))
         try:
             return llguidance.LLTokenizer(text, n_vocab=vocab_size or None, eos_token=ends or None)
         except ValueError:  # it is less
             return llguidance.LLTokenizer(text, eos_token=ends or None)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ModelError) as error:
         raise GrammarError(f"no tokenizer for grammars: {error}") from error
 
 
@@ -59,19 +63,10 @@ def rename(state: dict[str, Any], name: Callable[[str], str]) -> None:
         model["unk_token"] = name(model["unk_token"])
 
 
-def _read(model_dir: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    state["added_tokens"] = state.get("added_tokens") or []
-    return state
-
-
 def _named_ends(model_dir: Path, state: dict[str, Any]) -> list[int]:
     """The token that `tokenizer_config.json` names as the end."""
-    path = model_dir / "tokenizer_config.json"
-    named = (
-        json.loads(path.read_text(encoding="utf-8")).get("eos_token") if path.is_file() else None
-    )
-    name = named.get("content") if isinstance(named, dict) else named
+    path = model_dir / CONFIG_FILE
+    name = content_of(read_json(path).get("eos_token")) if path.is_file() else None
     return [added["id"] for added in state["added_tokens"] if added["content"] == name]
 
 

@@ -85,7 +85,7 @@ def paged(
 
 def expected(
     case: Paged, queries, num_heads, scale, *, window=0, sinks=0, sink_queries=None, softcap=0.0,
-    value_dim=None,
+    value_dim=None, head_sinks=None,
 ):  # fmt: skip
     """queries [N, num_heads, head_dim] -> [N, num_heads, value_dim], float64."""
     q, late = queries.double().cpu(), sink_queries
@@ -109,14 +109,18 @@ def expected(
             visible = visible | before
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if head_sinks is not None:
+            more = head_sinks.double().cpu().view(-1, 1, 1).expand(-1, count, 1)
+            scores = torch.cat((scores, more), dim=-1)
+        weights = scores.softmax(-1)[..., :context]
         out.append((weights @ values).transpose(0, 1))
     return torch.cat(out)
 
 
 def attention_case(
     lengths, heads, kv_heads, head_dim, block_size, dtype, kv_fp8, *, scale, fill, window=0,
-    num_sinks=0, softcap=0.0,
+    num_sinks=0, softcap=0.0, learned=False,
 ):  # fmt: skip
     """(case, queries as they lie in qkv, between rows of other numbers, `fill` as output, the
     kernels' options, the answer [N, num_heads, head_dim])."""
@@ -128,10 +132,12 @@ def attention_case(
     qkv = torch.randn(case.num_tokens, width + 2 * kv_heads * head_dim, device=DEVICE).to(dtype)
     late = torch.randn(case.num_tokens, width, device=DEVICE).to(dtype)
     queries, late_queries = (x.unflatten(1, (heads, head_dim)) for x in (qkv[:, :width], late))
+    head_sinks = torch.linspace(-3, 5, heads, device=DEVICE) if learned else None
     answer = expected(
         case, queries, heads, scale, window=window, sinks=num_sinks, sink_queries=late_queries,
-        softcap=softcap,
+        softcap=softcap, head_sinks=head_sinks,
     )  # fmt: skip
     options = {"num_heads": heads, "scale": scale, "window": window, "num_sinks": num_sinks}
     options |= {"softcap": softcap, "sink_queries": late if num_sinks else None}
+    options["head_sinks"] = head_sinks
     return case, qkv, torch.full_like(late, fill), options, answer

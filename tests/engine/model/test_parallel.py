@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.ops import Group, Meeting, Member
 from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.model.stacked import Packed
+from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
+from tests.engine.model.checkpoint.test_quantized import fp8_config, in_fp8_blocks, in_mxfp4, write
 from tests.engine.model.runners import model_runner
 from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
 from tests.support.adapters import linear_modules, write_adapter
@@ -194,6 +198,39 @@ def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "load", unavailable)
     path = checkpoint_of(family)
     compare(path, Ranks(path, 2, tmp_path / "meeting"))
+
+
+PACKED = {  # tensors and configuration of a tiny checkpoint, columns of `downs` by rank
+    # A rank's 80 of 160 columns are no whole groups of 32: it has 96, the last with zeros.
+    "gpt-oss": (in_mxfp4, {"quant_method": "mxfp4"}, {160, 96}),
+    "qwen3-moe": (partial(in_fp8_blocks, block=(16, 16)), fp8_config((16, 16)), {32, 16}),
+}
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packed_experts_are_cut_between_what_shares_scales(
+    family, checkpoint_of, tmp_path, monkeypatch
+):
+    source, path, (packed, config, widths) = (
+        checkpoint_of(family),
+        tmp_path / "model",
+        PACKED[family],
+    )
+    write(source, path, packed(source)[0], config)
+    cut, plain = [], TorchOps.experts
+
+    def experts(ops, gate_ups, downs):
+        cut.append((gate_ups, downs))
+        return plain(ops, gate_ups, downs)
+
+    def unavailable(_folder: Path) -> None:
+        raise kernels.KernelsUnavailable("no compiler")
+
+    monkeypatch.setattr(kernels, "load", unavailable)
+    monkeypatch.setattr(TorchOps, "experts", experts)
+    compare(path, Ranks(path, 2, tmp_path / "meeting"))
+    assert all(isinstance(each, Packed) for both in cut for each in both)
+    assert {downs.shape[2] for _, downs in cut} == widths
 
 
 @pytest.mark.parametrize("family", ["qwen2", "minimax-m2"])

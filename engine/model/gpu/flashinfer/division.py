@@ -117,6 +117,8 @@ def divide(
         lacks.append("heads that differ by layer, or keys and values that layers share")
     if config.head_dim not in HEAD_DIMS:
         lacks.append(f"heads of {config.head_dim} dimensions")
+    if config.learned_sinks:
+        lacks.append("learned sinks")
     if config.attention_chunk:
         lacks.append("chunks of attention")
     if lacks:

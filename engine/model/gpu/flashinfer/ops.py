@@ -28,6 +28,7 @@ from kvrelay.engine.model.gpu.flashinfer.attention import ExpandedAttention, Pag
 from kvrelay.engine.model.gpu.flashinfer.division import DTYPES, Division, capability, divide, load
 from kvrelay.engine.model.gpu.ops import TritonOps
 from kvrelay.engine.model.ops import choose_experts
+from kvrelay.engine.model.stacked import Stacked, widened
 
 TOLERANCE = 0.05  # relative to normally distributed numbers, in 16 bits
 LENGTHS = {  # (query_len, context_len) of each sequence, by kind of call
@@ -311,9 +312,9 @@ class FlashInferOps(TritonOps):
         others = self.latent_attention(torch.cat((absorbed, q_rope), dim=-1), layer)
         return self.per_head(others, value_up).index_copy(0, rows, ours)
 
-    def experts(self, gate_ups: torch.Tensor, downs: torch.Tensor) -> Any:
+    def experts(self, gate_ups: Stacked, downs: Stacked) -> Any:
         if not self._experts_lack:
-            return fuse(self.table(gate_ups), self.table(downs))
+            return fuse(self.table(widened(gate_ups)), self.table(widened(downs)))
         return super().experts(gate_ups, downs)
 
     def add_experts(

@@ -85,6 +85,53 @@ def test_prompts_begin_with_one_bos(smollm2_dir: Path, tmp_path: Path) -> None:
     assert tokenizer.chat_prompt(said).tokens.count(start) == 1
 
 
+BOTH = ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize("template", ["", "<|im_start|> $A", "$A <|im_end|>"])
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [
+        ({}, None),
+        ({"add_bos_token": None}, None),
+        ({"add_bos_token": True}, (True, None)),
+        ({"add_bos_token": False}, (False, None)),
+        ({"add_eos_token": True}, (None, True)),
+        ({"add_bos_token": True, "add_eos_token": True}, (True, True)),
+        ({"add_bos_token": False, "add_eos_token": False}, (False, False)),
+    ],
+    ids=str,
+)
+def test_flags_decide_whether_texts_begin_with_bos_and_end_with_eos(
+    smollm2_dir: Path,
+    tmp_path: Path,
+    template: str,
+    flags: dict[str, bool],
+    added: tuple[bool | None, bool | None] | None,
+) -> None:
+    """DeepSeek's tokenizer.json adds nothing, its other file says that BOS is to be added. What
+    has no flag is as tokenizer.json has it."""
+    made = tokenizers.Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    ids = [made.token_to_id(name) for name in BOTH]
+    if template:
+        both = list(zip(BOTH, ids, strict=True))
+        made.post_processor = processors.TemplateProcessing(single=template, special_tokens=both)
+    made.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": BOTH[0], "eos_token": {"content": BOTH[1]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, **flags}))
+    has = [name in template for name in BOTH]
+    wanted = [
+        is_there if stated is None else stated
+        for is_there, stated in zip(has, added or (None, None), strict=True)
+    ]
+    tokenizer = Tokenizer(tmp_path)
+    text = tokenizer.encode("Hello world", add_special_tokens=False)
+    assert len(text) == 2
+    expected = [*ids[:1][: wanted[0]], *text, *ids[1:][: wanted[1]]]
+    assert tokenizer.encode("Hello world") == expected
+    assert tokenizer.num_start_tokens == wanted[0]
+
+
 def test_a_text_that_is_normalized_to_a_control_token_is_text(
     smollm2_dir: Path, tmp_path: Path
 ) -> None:
@@ -140,9 +187,14 @@ def test_long_texts_of_control_strings_take_no_longer_than_others(
 def test_a_directory_without_a_usable_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json does not exist"):
         Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(TokenizerError, match="cannot be used"):
-        Tokenizer(tmp_path)
+    for text, told in (
+        ("{", "cannot be read"),
+        ("{}", "has no model"),
+        ('{"model": {}}', "cannot be used"),
+    ):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(TokenizerError, match=told):
+            Tokenizer(tmp_path)
 
 
 def test_templates_may_refuse_and_name_the_day() -> None:

@@ -3,7 +3,9 @@
 Keys and values are those of config.json, without what only training or images need. `source`:
 "published", from a copy of that file in a public repository (aiconfigurator's; Megatron-Bridge's
 for Kimi-Linear and Falcon-H1, vLLM's for Mistral Large 3); else no copy was at hand: sizes as the
-makers tell them, and defaults of transformers.
+makers tell them, and defaults of transformers. `files`: what their repositories have beside that
+file, licences and pictures, as far as it is known (no list was at hand but Kimi's); of many files
+of weights two. `template`: the file that has the chat template; "": none has.
 """
 
 import json
@@ -23,6 +25,8 @@ class Published:
     source: str
     config: dict[str, Any]
     file: str
+    files: tuple[str, ...]
+    template: str
     kind: Any = None  # transformers' configuration of the language model
     layers: int = 2  # that have one of each kind of layer
     refused: str = ""  # what the refusal says; "": it loads
@@ -34,7 +38,7 @@ def read(path: Path) -> tuple[int, Published]:
     row = json.loads(path.read_text(encoding="utf-8"))
     (file,) = (each for each in FORMATS if each in row)
     kind = getattr(transformers, row.pop("kind")) if "kind" in row else None
-    number, config = row.pop("number"), row.pop(file)
+    number, config, row["files"] = row.pop("number"), row.pop(file), (*row["files"],)
     return number, Published(**row, config=config, file=file, kind=kind)
 
 

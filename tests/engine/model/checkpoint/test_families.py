@@ -204,7 +204,7 @@ def test_deepseek_caches_one_latent_and_puts_mscale_into_the_scale(read):
         "mscale_all_dim": 0.707,
     }
     config = read(DEEPSEEK2, **LATENT, rope_scaling=scaling)
-    assert config.latent == Latent(32, None, 16, 8, 16)
+    assert config.latent == Latent(32, None, 16, 8, 16, scale=4.0)
     assert (config.num_kv_heads, config.head_dim) == (1, 40)
     assert config.kv_spec(16, "bfloat16").num_planes == 1
     mscale = 0.1 * 0.707 * math.log(40) + 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvrelay.engine.model.checkpoint.load import QuantizedWeights
+from kvrelay.engine.model.checkpoint.quantized import QuantizedWeights
 from kvrelay.engine.model.checkpoint.quantized_config import parse_quantized
 from kvrelay.engine.model.errors import ModelError
 
@@ -48,6 +48,7 @@ def test_what_autoawq_and_autogptq_have_packed(case: str) -> None:
             {"quant_method": "bitsandbytes"},
             "quantized by bitsandbytes are not supported; supported",
         ),
+        ({"quant_method": "torchao"}, "or f32. A worker of vLLM may run it: engine.runs = 'vllm'"),
         ({}, "quantized by unknown are not"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv' is not supported, only gemm"),
         ({"quant_method": "gptq", "bits": 5}, "bits 5 is not supported, only 2, 3, 4, 8"),

@@ -202,24 +202,36 @@ def test_groups_of_different_widths(llama: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path / "stored", **again), logits(tmp_path / "widened", **again))
 
 
-def test_deepseek_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """FP8 with a scale, called inverse, for every 128 x 128."""
-    tensors = load_file(checkpoint_of("deepseek3") / "model.safetensors")
+def in_fp8_blocks(source: Path, block: tuple[int, int]) -> tuple[Tensors, Tensors]:
+    """Tensors with a scale, called inverse, for each block, and what they stand for."""
+    tensors = load_file(source / "model.safetensors")
     stored, widened = dict(tensors), dict(tensors)
     for name in filter(is_quantized, tensors):
         rows, columns = tensors[name].shape
-        scale = torch.rand(-(-rows // 128), -(-columns // 128)) * 0.01
-        each = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        scale = torch.rand(-(-rows // block[0]), -(-columns // block[1])) * 0.01
+        each = scale.repeat_interleave(block[0], 0)[:rows]
+        each = each.repeat_interleave(block[1], 1)[:, :columns]
         stored[name] = (tensors[name] / each).to(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv"] = scale
         widened[name] = stored[name].float() * each
-    config = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    assert_alike(checkpoint_of("deepseek3"), tmp_path, stored, widened, config)
+    return stored, widened
 
 
-def test_gpt_oss_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
-    """Experts in MXFP4, stacked; transformers says what they stand for."""
-    source = checkpoint_of("gpt-oss")
+def fp8_config(block: tuple[int, int]) -> dict[str, Any]:
+    return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*block]}
+
+
+@pytest.mark.parametrize("block", [(128, 128), (16, 16)])
+def test_deepseek_as_it_is_published(
+    block: tuple[int, int], checkpoint_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """With blocks in which experts end, and with whole ones."""
+    stored, widened = in_fp8_blocks(checkpoint_of("deepseek3"), block)
+    assert_alike(checkpoint_of("deepseek3"), tmp_path, stored, widened, fp8_config(block))
+
+
+def in_mxfp4(source: Path) -> tuple[Tensors, Tensors]:
+    """Tensors of a gpt-oss as it is published, its experts drawn anew, and what those stand for."""
     stored, widened = load_file(source / "model.safetensors"), {}
     random = torch.Generator().manual_seed(5)
     for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -229,6 +241,13 @@ def test_gpt_oss_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_pa
         scales = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=random)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         widened[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return stored, widened
+
+
+def test_gpt_oss_as_it_is_published(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Experts in MXFP4, stacked; transformers says what they stand for."""
+    source = checkpoint_of("gpt-oss")
+    stored, widened = in_mxfp4(source)
     assert len(widened) == 2 * 3
     plain = {name: tensor for name, tensor in stored.items() if not PARTS.search(name)}
     config = {"quant_method": "mxfp4"}

@@ -12,9 +12,11 @@ from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.device_memory import RESERVE_BYTES, DeviceMemory, spread
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.gpu import steps as gpu_steps
+from kvrelay.engine.model.gpu.penalties import DeviceCounts
+from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Step
-from tests.engine.model.runners import model_runner
-from tests.engine.model.tiny import make_checkpoint, scheduled, tokens_of
+from tests.engine.model.runners import model_runner, sections
+from tests.engine.model.tiny import HYBRID, make_checkpoint, scheduled, tokens_of
 
 GIB = 1 << 30
 
@@ -39,14 +41,18 @@ def test_a_step_of_all_tokens_and_all_sequences(
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """On torch's own operations, which are what a GPU may have too."""
 
     def unavailable(*_: object) -> None:
         raise kernels.KernelsUnavailable("not here")
 
-    make_checkpoint("llama", tmp_path)
     monkeypatch.setattr(kernels, "load", unavailable)
+
+
+@pytest.fixture
+def model(tmp_path: Path, by_torch: None) -> Path:
+    make_checkpoint("llama", tmp_path)
     return tmp_path
 
 
@@ -83,3 +89,48 @@ def test_no_room_is_told_with_what_there_is(model: Path, monkeypatch: pytest.Mon
     told = r"no memory is left for KV: 90% of 0.5 GiB is for this worker, .* raise engine.gpu_mem"
     with pytest.raises(ModelError, match=told):
         model_runner(model, dtype="float32", device="cpu", num_blocks=0)
+
+
+def fitted_and_given(
+    kind: str, path: Path, patch: pytest.MonkeyPatch
+) -> tuple[ModelRunner, ModelRunner]:
+    """Runners of the same model: by measured memory, and by a setting."""
+    made_by = ModelRunner
+    if kind == "triton":
+        pytest.importorskip("triton")
+        from tests.engine.model.gpu.triton_ranks import InterpretedRunner as made_by
+
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 6, "gpu_memory_utilization": 1.0}
+    options |= {"dtype": "float32", "device": "cpu"}
+    given = made_by(path, *sections(options | {"num_blocks": 40}))
+    counts = DeviceCounts.size(2, given.config.vocab_size)
+    with_room(patch, 40 * given.kv_spec.bytes_per_block + counts)
+    return made_by(path, *sections(options | {"num_blocks": 0})), given
+
+
+INTERPRETED = [
+    pytest.param("triton", each, marks=() if each == "lfm2" else pytest.mark.slow)
+    for each in ("gpt-oss", *HYBRID)
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [*(("torch", each) for each in ("gemma3", *HYBRID)), *INTERPRETED]
+)
+def test_the_made_pool_is_all_that_a_step_uses(
+    kind: str,
+    family: str,
+    checkpoint_of: Callable[..., Path],
+    by_torch: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """States were found in the pool of one block that stands in until memory is measured."""
+    fitted, given = fitted_and_given(kind, checkpoint_of(family), monkeypatch)
+    assert fitted.kv_pool.shape == given.kv_pool.shape
+    if fitted.kv_spec.num_state_groups:
+        assert fitted.ops._states.memory.data_ptr() == fitted.kv_pool.data_ptr()
+    blocks = [39 - index for index in range(3 * fitted.kv_spec.num_groups)]
+    for start, tokens in ((0, tokens_of(5, seed=1)), (5, [7]), (6, [9])):
+        step = Step(start, [scheduled(tokens, start, blocks)])
+        assert fitted.execute(step).sampled == given.execute(step).sampled
+    assert torch.equal(fitted.kv_pool, given.kv_pool)

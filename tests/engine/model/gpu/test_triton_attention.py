@@ -21,6 +21,8 @@ VARIANTS = {
     "sinks": {"window": 12, "num_sinks": 4},
     "softcap": {"softcap": 5.0},
     "chunk": {"window": -12},
+    "learned": {"window": 12, "learned": True},
+    "learned-whole": {"learned": True},
 }
 SHAPES = {  # num_heads, kv_heads, head_dim, block_size, dtype, FP8
     "groups": (4, 2, 32, 16, torch.float32, False),
@@ -33,6 +35,7 @@ CASES = [
     ("odd", "plain"),
     ("half", "plain"),
     ("fp8", "sinks"),
+    ("fp8", "learned-whole"),
 ]
 
 

@@ -10,9 +10,10 @@ pytest.importorskip("triton")
 
 from kvrelay.engine.model.gpu import experts, sampling
 from kvrelay.engine.model.gpu.linear import fp8, int8
-from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
+from kvrelay.engine.model.gpu.norm_activation import KINDS, gated, rms_norm
 from kvrelay.engine.model.quantize import dequantize, quantize
 from kvrelay.engine.model.sampling import sampler
+from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4
 from kvrelay.engine.request import SamplingParams
 from tests.engine.model.tiny import scheduled
 
@@ -37,12 +38,29 @@ def test_rms_norm_is_that_of_the_reference_for_rows_of_any_stride(width):
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+ACTIVATIONS = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "clamped_swish": lambda gate, up: (
+        (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7))
+    ),
+}
+
+
+def test_activations_are_all_that_models_have():
+    assert {*ACTIVATIONS, "squared_relu"} == {*KINDS}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_gate_is_activated_and_multiplied(activation):
-    gate_up = randn(3, 2 * 1100)
-    gate, up = gate_up.chunk(2, dim=-1)
-    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    torch.testing.assert_close(gated(gate_up, activation), active * up, rtol=1e-5, atol=1e-5)
+    gate_up = randn(3, 2 * 1100) * 5
+    expected = ACTIVATIONS[activation](*gate_up.chunk(2, dim=-1))
+    torch.testing.assert_close(gated(gate_up, activation), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_gate_is_activated():
+    x = randn(3, 1100)
+    torch.testing.assert_close(gated(x, "squared_relu"), x.relu().square())
 
 
 @pytest.mark.parametrize("depth", [192, 200])
@@ -119,6 +137,67 @@ def test_experts_add_what_each_token_chose(num_tokens, num_experts, each):
     stacked = experts.ExpertWeights(gate_ups, downs)
     experts.add_experts(hidden, x, stacked, chosen, weights, "silu")
     torch.testing.assert_close(hidden, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 130])
+def test_experts_in_mxfp4_are_those_of_the_widened_numbers(num_tokens):
+    both = [
+        Mxfp4(
+            torch.randint(0, 256, (2, rows, columns // 2), dtype=torch.uint8),
+            torch.randint(118, 125, (2, rows, columns // 32), dtype=torch.uint8),
+        )
+        for rows, columns in ((2 * 64, 96), (96, 64))
+    ]
+    x, weights = randn(num_tokens, 96), randn(num_tokens, 1)
+    chosen = torch.randint(0, 2, (num_tokens, 1)).to(DEVICE)
+    wide = experts.ExpertWeights(*(each.widened().to(DEVICE) for each in both))
+    narrow = [getattr(each, name).to(DEVICE) for name in ("pairs", "scales") for each in both]
+    found = [torch.zeros(num_tokens, 96, device=DEVICE) for _ in range(2)]
+    for hidden, stacked in zip(found, (wide, experts.ExpertWeights(*narrow)), strict=True):
+        experts.add_experts(hidden, x, stacked, chosen, weights, "clamped_swish")
+    torch.testing.assert_close(found[1], found[0], **CLOSE)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 130])
+def test_experts_in_fp8_are_those_of_the_widened_numbers(num_tokens):
+    """Blocks of 32 rows and 64 columns; rows of both projections end within none."""
+    both = [
+        Fp8Blocks(
+            torch.randn(2, rows, columns).to(torch.float8_e4m3fn),
+            torch.rand(2, rows // 32, -(-columns // 64)) + 0.1,
+            (32, 64),
+        )
+        for rows, columns in ((2 * 64, 96), (96, 64))
+    ]
+    x, weights = randn(num_tokens, 96), randn(num_tokens, 1)
+    chosen = torch.randint(0, 2, (num_tokens, 1)).to(DEVICE)
+    wide = experts.ExpertWeights(*(each.widened().to(DEVICE) for each in both))
+    narrow = [getattr(each, name).to(DEVICE) for name in ("numbers", "scales") for each in both]
+    found = [torch.zeros(num_tokens, 96, device=DEVICE) for _ in range(2)]
+    stacks = (wide, experts.ExpertWeights(*narrow, both[0].block))
+    for hidden, stacked in zip(found, stacks, strict=True):
+        experts.add_experts(hidden, x, stacked, chosen, weights, "silu")
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-3)
+
+
+def test_experts_have_biases_or_no_gate():
+    gate_ups, downs, chosen = randn(4, 24, 40), randn(4, 40, 24), torch.tensor([[2, 0], [3, 2]])
+    x, weights, chosen = randn(2, 40), randn(2, 2), chosen.to(DEVICE)
+    biases, hidden, expected = (randn(4, 24), randn(4, 40)), randn(2, 40), []
+    for row in range(2):
+        parts = [
+            weights[row, k]
+            * F.linear(
+                F.linear(x[row], gate_ups[each], biases[0][each]).relu().square(),
+                downs[each],
+                biases[1][each],
+            )
+            for k, each in enumerate(chosen[row].tolist())
+        ]
+        expected.append(hidden[row] + sum(parts))
+    stacked = experts.ExpertWeights(gate_ups, downs)
+    experts.add_experts(hidden, x, stacked, chosen, weights, "squared_relu", biases)
+    torch.testing.assert_close(hidden, torch.stack(expected), **CLOSE)
 
 
 FILTERS = (  # top_k, top_p, min_p

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from kvrelay.engine.request import Pooling, SamplingParams
+from tests.engine.model.checkpoint.test_quantized import fp8_config, in_fp8_blocks, in_mxfp4, write
 from tests.engine.model.gpu.triton_world import DEVICE, World
 from tests.engine.model.talks import DRAWN, GREEDY, Talk, alone, drafting, step
 from tests.engine.model.tiny import tokens_of
@@ -146,15 +148,36 @@ def test_blocks_that_moved_are_looked_up_anew(triton, expected):
         pytest.param("minimax-m2", "", "float32"),
         pytest.param("mistral4", "", "float32"),
         pytest.param("llama4", "", "float32"),
+        pytest.param("gpt-oss", "", "float32"),
+        pytest.param("gpt-oss", "int8", "float8_e4m3"),
+        pytest.param("mimo-v2", "", "float32"),
+        pytest.param("mimo-v2", "", "float8_e4m3"),
     ],
 )
 def test_every_kind_of_model_gives_the_tokens_of_torch(family, kind, kv_dtype, checkpoint_of):
-    model = checkpoint_of(family, num_hidden_layers=2 if INTERPRETED else 4)
+    layers = 3 if family == "mimo-v2" else 2 if INTERPRETED else 4  # MiMo names each
+    model = checkpoint_of(family, num_hidden_layers=layers)
     tokens = []
     for name in ("torch", "triton"):
         dtype = "bfloat16" if kind == "fp8" else "float32"
         world = World(model, f"{name}-{kind}" if kind else name, kv_dtype, dtype=dtype)
         tokens.append(alone(world, Talk(LONG[:4] if INTERPRETED else LONG, [9, 4]), 3))
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_experts_stay_as_they_are_stored(family, checkpoint_of, tmp_path):
+    source = checkpoint_of(family, num_hidden_layers=2)
+    if family == "gpt-oss":
+        kind, stored, config = torch.uint8, in_mxfp4(source)[0], {"quant_method": "mxfp4"}
+    else:
+        kind, block = torch.float8_e4m3fn, (32, 64)
+        stored, config = in_fp8_blocks(source, block)[0], fp8_config(block)
+    write(source, tmp_path / "model", stored, config)
+    worlds = [World(tmp_path / "model", name) for name in ("torch", "triton")]
+    assert worlds[1].decoder._weights.layers[-1].experts.experts.gate_ups.dtype == kind
+    tokens = [alone(world, Talk(LONG[:9], [9, 4]), 3) for world in worlds]
     assert tokens[0] == tokens[1]
 
 
