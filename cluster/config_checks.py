@@ -86,8 +86,20 @@ AT_VLLM: dict[str, AtVllm] = {
 """By the names of settings: all of [engine], and those of [model] that an engine obeys."""
 
 
+_SIZES = {
+    "tensor_parallel_size": "set engine.tensor_parallel_size, by which GPUs are counted",
+    "data_parallel_size": "a worker is one replica: raise prefill or decode instead",
+}
+
+
 def not_of_vllm(engine: EngineSection, model: ModelSection) -> str:
     """Which setting vLLM would not obey, and what does what it does; "": none."""
+    for name, instead in _SIZES.items():
+        if engine.arguments.get(name, 1) != 1:
+            return f"engine.arguments.{name} = {engine.arguments[name]!r}: {instead}"
+    size = engine.arguments.get("pipeline_parallel_size", 1)
+    if not isinstance(size, int) or size < 1:
+        return f"engine.arguments.pipeline_parallel_size = {size!r}: expected 1 or more"
     sections = {"engine": engine, "model": model}
     for name, at in AT_VLLM.items():
         section, _, setting = name.partition(".")

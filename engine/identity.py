@@ -39,13 +39,14 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.t
 # one that is not known here costs KV that might have been found, and never a wrong token.
 _ONLY_SPEED = """
 async_scheduling cudagraph_capture_sizes cuda_graph_sizes disable_cascade_attn
-disable_custom_all_reduce disable_log_stats download_dir enable_chunked_prefill enable_log_requests
-enable_prefix_caching enforce_eager gpu_memory_utilization kv_cache_memory_bytes
-long_prefill_token_threshold max_cudagraph_capture_size max_long_partial_prefills
-max_num_batched_tokens max_num_partial_prefills max_num_seqs max_parallel_loading_workers
-num_gpu_blocks_override optimization_level prefix_caching_hash_algo safetensors_load_strategy
+disable_custom_all_reduce disable_log_stats distributed_executor_backend download_dir
+enable_chunked_prefill enable_expert_parallel enable_log_requests enable_prefix_caching
+enforce_eager gpu_memory_utilization kv_cache_memory_bytes long_prefill_token_threshold
+max_cudagraph_capture_size max_long_partial_prefills max_num_batched_tokens
+max_num_partial_prefills max_num_seqs max_parallel_loading_workers num_gpu_blocks_override
+optimization_level pipeline_parallel_size prefix_caching_hash_algo safetensors_load_strategy
 scheduling_policy seed served_model_name stream_interval structured_outputs_config swap_space
-use_tqdm_on_load
+tensor_parallel_size use_tqdm_on_load
 """
 ONLY_SPEED = frozenset(_ONLY_SPEED.split())
 

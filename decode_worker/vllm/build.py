@@ -97,14 +97,13 @@ def _built(
     roles: Roles,
     make_agent: MakeAgent | None,
 ) -> BuiltWorker:
-    from kvrelay.kvtransfer.movers.pool import make_host_arena
     from kvrelay.worker.build import with_tiers
     from kvrelay.worker.threads import TransferLoops
     from kvrelay.worker.transfers import transfers_of, worker_config
 
     cache, model = vllm.config.cache_config, vllm.config.model_config
     num_blocks = (cache.num_gpu_blocks or 1) - 1  # one of them is its null block
-    num_heads = model.get_num_kv_heads(vllm.config.parallel_config)
+    num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     copied = vllm.copies.spec(cache.block_size, num_heads)
     traits = form.traits(spec.engine)
     if copied is None:
@@ -126,13 +125,13 @@ def _built(
         node = VllmWorker(config, roles, copies=False, edits=vllm.edits)
         info = replace(config.info(), hands_over=False)
         return BuiltWorker(node, info, vllm.start, notices)
-    pool = make_host_arena(num_blocks, config.bytes_per_block, spec.on_gpu)
     try:
+        pool = vllm.make_pool(num_blocks, config.bytes_per_block, pinned=spec.on_gpu)
         options = BuildOptions(make_agent)
         own = transfers_of(spec, config, plan, pool, Shard(0, 1), options)
     except AgentError as error:
         raise BuildError(str(error)) from error
-    vllm.copies.use(pool, own.share)
+    vllm.use(pool, own.share)
 
     def make_executor(deliver: Deliver) -> Executor:
         return vllm.start(deliver, TransferLoops(own.copies, deliver, spec.worker))
@@ -163,7 +162,7 @@ def engine_facts(arguments: Mapping[str, Any], vllm: VllmEngine, *, on_gpu: bool
         "dtype": str(vllm.config.model_config.dtype),
         "arguments": telling_arguments(arguments),
         "attention": vllm.attention_backends,
-        "layers": vllm.copies.form(),
+        "layers": [each.about for each in vllm.copies.layers],
         "order": "of vLLM's memory",  # bytes in each layer of a block
         # vLLM's attention on CPUs keeps keys in the order of the instructions that read them.
         "device": "cuda" if on_gpu else cpu_tiles(),
