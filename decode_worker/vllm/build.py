@@ -64,6 +64,8 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
     known = plan.num_blocks if form.bytes_per_block else 0
     engine = structs.replace(engine, num_blocks=engine.num_blocks or known, max_model_len=most)
     os.environ.update(environment(on_gpu=spec.on_gpu))
+    if plan.num_ranks > 1:  # which divide the worker's threads
+        os.environ["OMP_NUM_THREADS"] = str(max(1, engine.threads // plan.num_ranks))
     given = arguments(spec.model, engine, path, on_gpu=spec.on_gpu)
     if not plan.is_copied and not spec.engine.max_model_len:
         given["max_model_len"] = -1  # what fits, which groups of layers make hard to say

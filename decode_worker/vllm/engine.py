@@ -46,6 +46,7 @@ from kvrelay.decode_worker.vllm.ranks import (
     forms_of,
     join_forms,
     make_shared_pool,
+    process_of,
     use_pool,
 )
 from kvrelay.engine.host import Deliver, first_line
@@ -165,7 +166,7 @@ class VllmEngine:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that run the model; of one, it is this one."""
+        """Parts that run the model, each in a process of its own where there are several."""
         return int(self.config.parallel_config.world_size)
 
     def make_pool(
@@ -175,7 +176,7 @@ class VllmEngine:
         AgentError."""
         from kvrelay.kvtransfer.movers.pool import make_host_arena, pin
 
-        if self.num_ranks == 1:
+        if self._in_ranks(process_of) == [os.getpid()]:
             self._pool = pool = make_host_arena(num_blocks, bytes_per_block, pinned)
             return pool
         try:

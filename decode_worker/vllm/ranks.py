@@ -239,6 +239,10 @@ class RankCopies:
 # What vLLM calls in each of its ranks, with its worker there
 
 
+def process_of(worker: Any) -> int:
+    return os.getpid()
+
+
 def forms_of(worker: Any) -> list[LayerForm]:
     return _of(worker).forms
 

@@ -117,6 +117,14 @@ def test_a_plan_for_people_has_all_groups() -> None:
     small = plan_model(WHOLE, structs.replace(ENGINE, kv_cache_gib=0.0), Path("m"),
         num_gpus=1, memory_bytes=1 << 30)  # fmt: skip
     assert "no room for KV: 1.0 GiB of weights" in small.problems[0]
+    divided = structs.replace(ENGINE, kv_cache_gib=0.0, tensor_parallel_size=2)
+    stages = structs.replace(divided, arguments={"pipeline_parallel_size": 2})
+    found = plan_model(WHOLE, stages, Path("m"), num_gpus=3, memory_bytes=10 << 30)
+    assert found.num_ranks == 4
+    assert found.problems == (
+        "engine.tensor_parallel_size = 2, 2 times as many ranks by engine.arguments: a worker has"
+        " so many GPUs, and there are 3",
+    )
 
 
 def test_lines_for_people_say_why_kv_stays() -> None:

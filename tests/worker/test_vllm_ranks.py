@@ -243,4 +243,5 @@ def test_sizes_that_workers_are_not_counted_by_are_refused() -> None:
     )
     assert "data_parallel_size = 2: a worker is one replica" in why(data_parallel_size=2)
     assert "pipeline_parallel_size = 0: expected 1 or more" in why(pipeline_parallel_size=0)
+    assert "'ray': expected 'mp': the ranks" in why(distributed_executor_backend="ray")
     assert not why(pipeline_parallel_size=2, enable_expert_parallel=True)
