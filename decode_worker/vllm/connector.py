@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvrelay.decode_worker.vllm.copies import Copies, Move
-from kvrelay.decode_worker.vllm.memory import Heads
+from kvrelay.decode_worker.vllm.memory import ALL, Heads
 from kvrelay.decode_worker.vllm.ranks import RankCopies, Step, say_to
 
 PROCESS, PIPE = "process", "pipe"  # the worker's, in the configuration
@@ -94,6 +94,8 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def _heads(self, layer: str) -> Heads | None:
         model, parallel = self._config.model_config, self._config.parallel_config
         size = parallel.tensor_parallel_size
+        if size == 1:
+            return ALL
         own = next(
             getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(layer, group.kv_cache_spec)
             for group in self._cache.kv_cache_groups

@@ -190,7 +190,7 @@ class LLMEngine:
             dtype="torch.float32",
             use_mla=False,
             get_total_num_kv_heads=lambda: NUM_HEADS,
-            get_num_kv_heads=lambda parallel: NUM_HEADS // parallel.tensor_parallel_size,
+            get_num_kv_heads=lambda parallel: max(1, NUM_HEADS // parallel.tensor_parallel_size),
         )
         transfer = getattr(args, "kv_transfer_config", None)
         config = SimpleNamespace(
@@ -206,7 +206,7 @@ class LLMEngine:
             sizes = {"tensor_parallel_size": num_ranks, "world_size": num_ranks, "rank": rank}
             of_rank = SimpleNamespace(**vars(config), parallel_config=SimpleNamespace(**sizes))
             workers.append(SimpleNamespace(vllm_config=of_rank, rank=rank))
-            shape = num_blocks, NUM_HEADS // num_ranks, size, WIDTH
+            shape = num_blocks, max(1, NUM_HEADS // num_ranks), size, WIDTH
             kv.append([torch.zeros(shape) for _ in range(NUM_LAYERS)])
         config = workers[0].vllm_config
         connectors = [] if transfer is None else _connectors(transfer, workers, kv)
@@ -395,7 +395,7 @@ class LLMEngine:
         for rank, layers in enumerate(self.kv):
             for number, layer in enumerate(layers):
                 for own in range(layer.shape[1]):
-                    head = rank * layer.shape[1] + own
+                    head = rank * NUM_HEADS // len(self.kv) + own
                     yield layer[block, own, slot], number + NUM_LAYERS * head
 
     def _advance(self, request: _Request) -> Any:

@@ -60,7 +60,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         LLMEngine.turns.release(100_000)
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
 def test_workers_of_any_sizes_hand_over(
     model_dir: Path, sizes: list[int], ranks: tuple[int, int]
 ) -> None:
