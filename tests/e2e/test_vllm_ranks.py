@@ -13,10 +13,11 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.cli.own_key import OwnKey
-from tests.e2e.serving import all_up, is_idle, wait_for
+from tests.e2e.serving import all_up, wait_for
 from tests.e2e.test_vllm import PYTHON, START_S, assert_clean, client, has_on_disk
 from tests.e2e.test_vllm import pytestmark as pytestmark
 from tests.e2e.test_vllm_models import PROMPTS, checkpoint, process_of
@@ -93,43 +94,75 @@ def num_handed_over(url: str) -> int:
     return sum(worker["counters"].get("handoffs_done", 0) for worker in workers)
 
 
-def test_ranks_hand_over_die_and_find_kv_of_another_number_of_ranks(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path, "granite")
-    with serving(tmp_path / "alone", path, (0, 1)) as served:
+def kill_one(name: str) -> None:
+    """A process of a worker's ranks."""
+    rank = ranks_of(name)[-1]
+    rank.kill()
+    psutil.wait_procs([rank], timeout=60)
+    assert not rank.is_running()
+
+
+def is_back(name: str, status: dict[str, Any]) -> bool:
+    restarts = {worker["worker"]: worker["restarts"] for worker in status["workers"]}
+    return restarts[name] > 0 and all_up(status)
+
+
+def resumed(url: str) -> Any:
+    """The first of PROMPTS again, in its session."""
+    chat: Any = client(url).chat.completions
+    return chat.create(
+        model="m",
+        messages=[{"role": "user", "content": PROMPTS[0]}],
+        temperature=0,
+        max_tokens=NUM_TOKENS,
+        extra_body={"ignore_eos": True, "prompt_cache_key": PROMPTS[0][:5]},
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("checkpoint"), "granite")
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What one worker of one process says."""
+    with serving(tmp_path_factory.mktemp("alone"), path, (0, 1)) as served:
         wait_for(served.url, all_up, START_S, "not up")
-        expected = tell(served.url)
-        assert len({*expected}) == len(expected)
-    with serving(tmp_path, path, (1, 2)) as served:
+        texts = tell(served.url)
+    assert len({*texts}) == len(texts)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "later", "killed"), [((1, 2), 1, "decode"), ((2, 1), 2, "prefill")]
+)
+def test_ranks_hand_over_die_and_find_kv_of_another_number_of_ranks(
+    tmp_path: Path,
+    path: Path,
+    expected: list[str],
+    ranks: tuple[int, int],
+    later: int,
+    killed: str,
+) -> None:
+    with serving(tmp_path, path, ranks) as served:
         wait_for(served.url, all_up, START_S, "not up")
         assert tell(served.url) == expected
         assert num_handed_over(served.url) >= len(expected)
-        counted, rank = [0], ranks_of("decode-0")[-1]
+        counted = [0]
 
         def kill_in_the_middle() -> None:
             counted[0] += 1
             if counted[0] == 8 * len(expected):
-                rank.kill()
+                kill_one(f"{killed}-0")
 
         assert tell(served.url, kill_in_the_middle) == expected
-        assert not rank.is_running()
-        wait_for(served.url, all_up, START_S, "not up again")
+        wait_for(served.url, partial(is_back, f"{killed}-0"), START_S, "not up again")
         assert_clean(served.url)
         wait_for(served.url, partial(has_on_disk, len(PROMPTS) * 9), 60.0, "not on disk")
-    with serving(tmp_path, path, (2, 1)) as served:
+    with serving(tmp_path, path, (0, later)) as served:
         wait_for(served.url, all_up, START_S, "not up")
-        chat: Any = client(served.url).chat.completions
-        again = chat.create(
-            model="m",
-            messages=[{"role": "user", "content": PROMPTS[0]}],
-            temperature=0,
-            max_tokens=NUM_TOKENS,
-            extra_body={"ignore_eos": True, "prompt_cache_key": PROMPTS[0][:5]},
-        )
+        again = resumed(served.url)
         assert again.choices[0].message.content == expected[0]
         assert again.usage.prompt_tokens_details.cached_tokens >= 9 * 32
-        assert tell(served.url) == expected
-        ranks_of("prefill-0")[-1].kill()  # nothing is computed there
-        assert tell(served.url) == expected
-        wait_for(served.url, all_up, START_S, "not up again")
-        wait_for(served.url, is_idle, 60.0, "not idle")
         assert_clean(served.url)
