@@ -108,6 +108,8 @@ class EngineSection(Section, frozen=True):
         """Processes of a worker for each tensor-parallel rank: another engine's, by its arguments
         of these names."""
         found = 1
+        if self.runs != "vllm":
+            return found
         for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
             size = self.arguments.get(name, 1)
             found *= size if isinstance(size, int) and size > 0 else 1

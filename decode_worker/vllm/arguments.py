@@ -61,9 +61,8 @@ def arguments(
     if engine.num_blocks:
         found["num_gpu_blocks_override"] = engine.num_blocks + 1  # on CPUs as well
     elif engine.kv_cache_gib:
-        found["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * (1 << 30)) // num_processes(
-            engine
-        )
+        num_bytes = int(engine.kv_cache_gib * (1 << 30))
+        found["kv_cache_memory_bytes"] = num_bytes // num_processes(engine)  # each rank's
     if model.quantization != "none":
         found["quantization"] = model.quantization
     if engine.kv_dtype != "auto":
