@@ -383,6 +383,10 @@ class Config(Section, frozen=True):
 
     def ranks_of(self, role: Role) -> int:
         """Processes (on GPUs: as many GPUs) of a worker that is started for prefill or decode."""
+        return self.tensor_size_of(role) * self.engine.num_stages
+
+    def tensor_size_of(self, role: Role) -> int:
+        """Of those processes, the ones that share each layer."""
         own: int = getattr(self.cluster, f"{role}_tensor_parallel_size")
         return own or self.engine.tensor_parallel_size
 
@@ -568,8 +572,8 @@ def _not_with_vllm(config: Config) -> str:
             "engine.runs = 'vllm': no environment here has vLLM: `make setup-vllm` makes one in the"
             " project's folder, or name the bin/python of another: --set engine.python=PATH"
         )
-    ranks = max(config.ranks_of(Role.PREFILL), config.ranks_of(Role.DECODE))
-    traits = {Trait.VLLM, *((Trait.RANKS,) if ranks > 1 else ())}
+    is_apart = config.engine.is_context_parallel
+    traits = {Trait.VLLM, *((Trait.CONTEXT_PARALLEL,) if is_apart else ())}
     if config.cluster.prefill and (why := refusal_of(Capability.HAND_OVER, traits)):
         return f"prefill = {config.cluster.prefill}: {why}: set it to 0"
     if why := not_of_vllm(config.engine, config.model):

@@ -93,7 +93,7 @@ AT_VLLM: dict[str, AtVllm] = {
     ),
     "engine.adapter_bytes": AtVllm("what an adapter may take when it is registered"),
     "engine.core_dumps": _OURS,
-    "engine.threads": AtVllm("`OMP_NUM_THREADS`; 0: all cores"),
+    "engine.threads": AtVllm("`OMP_NUM_THREADS`, divided among its ranks; 0: all cores"),
     "engine.lease_s": _OURS,
     "engine.handoff_timeout_s": _OURS,
     "engine.read_timeout_s": _OURS,
@@ -102,8 +102,24 @@ AT_VLLM: dict[str, AtVllm] = {
 """By the names of settings: all of [engine], and those of [model] that an engine obeys."""
 
 
+_SIZES = {
+    "tensor_parallel_size": "set engine.tensor_parallel_size, by which GPUs are counted",
+    "data_parallel_size": "a worker is one replica: raise prefill or decode instead",
+}
+
+
 def not_of_vllm(engine: EngineSection, model: ModelSection) -> str:
     """Which setting vLLM would not obey, and what does what it does; "": none."""
+    for name, instead in _SIZES.items():
+        if engine.arguments.get(name, 1) != 1:
+            return f"engine.arguments.{name} = {engine.arguments[name]!r}: {instead}"
+    backend = engine.arguments.get("distributed_executor_backend", "mp")
+    if backend not in ("mp", "uni"):
+        named = f"engine.arguments.distributed_executor_backend = {backend!r}"
+        return f"{named}: expected 'mp': the ranks of a worker are processes of its machine"
+    size = engine.arguments.get("pipeline_parallel_size", 1)
+    if not isinstance(size, int) or size < 1:
+        return f"engine.arguments.pipeline_parallel_size = {size!r}: expected 1 or more"
     sections = {"engine": engine, "model": model}
     for name, at in AT_VLLM.items():
         section, _, setting = name.partition(".")

@@ -212,7 +212,8 @@ def _engines(config: Config, on_gpu: bool) -> dict[Role, EngineSection]:
     some."""
     roles = [Role.PREFILL, Role.DECODE] if config.cluster.prefill else [Role.DECODE]
     engine = config.engine.sized(gpu=on_gpu)
-    return {role: replace(engine, tensor_parallel_size=config.ranks_of(role)) for role in roles}
+    sizes = {role: config.tensor_size_of(role) for role in roles}
+    return {role: replace(engine, tensor_parallel_size=size) for role, size in sizes.items()}
 
 
 def prepare_models(
@@ -306,6 +307,8 @@ def check_machines(config: Config) -> None:
         if number == 1:
             continue
         told = f"cluster.ranks_per_machine = {here} divides a {role} worker of {size} ranks"
+        if config.engine.runs == "vllm":
+            raise BuildError(f"{told}, and those of vLLM share memory: set it to 0")
         if size % here:
             raise BuildError(f"{told} unevenly: set it to a divisor of {size}, or to 0")
         if config.scaling.enabled:

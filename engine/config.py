@@ -109,6 +109,25 @@ class EngineSection(Section, frozen=True):
         )
 
     @property
+    def num_stages(self) -> int:
+        """Processes of a worker for each tensor-parallel rank: another engine's, by its arguments
+        of these names."""
+        found = 1
+        if self.runs != "vllm":
+            return found
+        for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+            size = self.arguments.get(name, 1)
+            found *= size if isinstance(size, int) and size > 0 else 1
+        return found
+
+    @property
+    def is_context_parallel(self) -> bool:
+        """Whether ranks have different tokens of one KV block: nothing puts such blocks
+        together."""
+        names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+        return any(self.arguments.get(name, 1) != 1 for name in names)
+
+    @property
     def itl_target_s(self) -> float:
         return self.itl_target_ms / 1e3
 

@@ -51,6 +51,7 @@ class Trait(StrEnum):
     CPU = "CPU"
     GPU = "GPU"
     RANKS = "ranks"
+    CONTEXT_PARALLEL = "context parallelism"
     MACHINES = "ranks on several machines"
     TORCH = "plain torch"
     STATES = "recurrent layers"
@@ -118,7 +119,7 @@ def engine_traits(engine: EngineSection, *, on_gpu: bool) -> frozenset[Trait]:
     is_vllm, has_lora = engine.runs == "vllm", bool(engine.arguments.get("enable_lora"))
     return _of(
         (Trait.VLLM if is_vllm else device, True),
-        (Trait.RANKS, engine.tensor_parallel_size > 1),
+        (Trait.RANKS, engine.tensor_parallel_size > 1 and not is_vllm),
         (Trait.NO_LORA, is_vllm and not (has_lora and (on_gpu or LORA_ON_CPUS))),
     )
 
@@ -181,7 +182,7 @@ def _without(word: Word, text: str, *where: Trait) -> No:
 def _not_copied(how: How, text: str) -> tuple[No, ...]:
     """Where workers that run vllm have no copy of its KV."""
     return (
-        _no("ranks", f"{text} where they have several ranks", Trait.VLLM, Trait.RANKS, how=how),
+        _no("ranks", f"{text} where {_APART}", Trait.VLLM, Trait.CONTEXT_PARALLEL, how=how),
         _no("states", f"{text} where layers are recurrent", Trait.VLLM, Trait.STATES, how=how),
         _no("shape", f"{text} where {_OTHER}", Trait.VLLM, Trait.OTHER_KV, how=how),
     )
@@ -191,6 +192,7 @@ LORA_ON_CPUS = False
 """vLLM 0.32 gives requests without an adapter, beside others in one step, the adapter of its last
 slot there: index -1 of its slots means none, and is looked up as the last one."""
 
+_APART = "ranks of context parallelism have different tokens of a block"
 _OTHER = "layers keep other things than KV of all tokens"
 DRAFTERS = (Capability.HEAD_DRAFTS, Capability.MODEL_DRAFTS, Capability.MTP_DRAFTS)
 _NOT_VERIFIED = "draft tokens are not verified"

@@ -59,10 +59,17 @@ class KVPlan:
         return self.spec.bytes_per_block * self.num_copies
 
     @property
+    def kept_bytes_per_block(self) -> int:
+        """What one takes in host memory and below, where copies of another engine's are whole."""
+        return self.spec.bytes_per_block if self.is_copied else self.bytes_per_block
+
+    @property
     def disk_slot_bytes(self) -> int:
         """What one costs on disk, over all ranks."""
         from kvrelay.kvtransfer.store.folder import slot_bytes  # not where vLLM computes
 
+        if self.is_copied:
+            return slot_bytes(self.kept_bytes_per_block)
         shares = self.num_ranks // self.num_copies
         return slot_bytes(self.spec.bytes_per_block // shares) * self.num_ranks
 
@@ -73,7 +80,7 @@ class KVPlan:
     @property
     def host_bytes(self) -> int:
         packed = self.num_packed_blocks * self.packed_block_bytes if self.num_packed_blocks else 0
-        return self.num_host_blocks * self.bytes_per_block + packed
+        return self.num_host_blocks * self.kept_bytes_per_block + packed
 
     @property
     def packed_block_bytes(self) -> int:
@@ -86,7 +93,7 @@ class KVPlan:
 
     @property
     def copied_bytes(self) -> int:
-        return self.kv_bytes if self.is_copied else 0
+        return self.num_blocks * self.kept_bytes_per_block if self.is_copied else 0
 
     @property
     def needed_bytes(self) -> int:
@@ -172,7 +179,7 @@ def plan_tiers(
             "tiers.packed_gib without tiers.host_gib: blocks reach it by way of host memory; set"
             " tiers.host_gib as well"
         )
-    per_block = plan.bytes_per_block
+    per_block = plan.kept_bytes_per_block
     counts = {}
     for name, size, slot in (
         ("host", host_bytes, per_block),
@@ -206,7 +213,7 @@ def auto_host_bytes(plan: KVPlan, num_sharing: int, free_bytes: int, gpu_bytes: 
         return 0
     pools = plan.kv_bytes or gpu_bytes
     most = min(int(AUTO_HOST_SHARE * free_bytes) // num_sharing, AUTO_HOST_POOLS * pools)
-    return max(0, most) // plan.bytes_per_block * plan.bytes_per_block
+    return max(0, most) // plan.kept_bytes_per_block * plan.kept_bytes_per_block
 
 
 def check_memory(plans: Sequence[KVPlan], available_bytes: int, host_bytes: int = 0) -> None:

@@ -168,12 +168,15 @@ def lengths_of(contexts: Sequence[int], longest: int) -> list[int]:
     return [*contexts] or [each for each in CONTEXTS if each < longest] + [longest or 1]
 
 
-def missing_gpus(num_ranks: int, num_gpus: int) -> list[str]:
-    """Says that a worker needs more GPUs than there are, if it does."""
+def missing_gpus(num_ranks: int, num_gpus: int, num_stages: int = 1) -> list[str]:
+    """Says that a worker needs more GPUs than there are, if it does. `num_stages`: ranks for each
+    tensor-parallel one."""
     if num_ranks <= num_gpus:
         return []
     what = "a worker has so many GPUs, and there are"
-    return [f"engine.tensor_parallel_size = {num_ranks}: {what} {num_gpus}"]
+    size = f"engine.tensor_parallel_size = {num_ranks // num_stages}"
+    stages = f", {num_stages} times as many ranks by engine.arguments" if num_stages > 1 else ""
+    return [f"{size}{stages}: {what} {num_gpus}"]
 
 
 def _too_long(model: ModelConfig, num_tokens: int, longest: int) -> str:

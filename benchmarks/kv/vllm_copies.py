@@ -17,6 +17,7 @@ import torch
 
 from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.messages import Begin
+from kvrelay.decode_worker.vllm.ranks import RankCopies
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout
 
@@ -31,13 +32,16 @@ class Memory:
         shape = num_layers, NUM_BLOCKS, num_heads, SIZE, 2 * head_dim
         self.layers = torch.randn(shape, device=device).bfloat16().unbind(0)
         self.copies, self.said = Copies(), queue.SimpleQueue[Any]()
-        self.copies.register({str(n): each for n, each in enumerate(self.layers)}, NUM_BLOCKS)
+        self.rank = RankCopies(0, self.copies.copied)
+        self.rank.register({str(n): each for n, each in enumerate(self.layers)}, NUM_BLOCKS)
+        self.copies.layers = self.rank.forms
         spec = self.copies.spec(SIZE, num_heads)
         assert spec is not None
         self.pool = torch.zeros(NUM_BLOCKS, spec.bytes_per_block, dtype=torch.uint8)
         self.share = BlockLayout(spec).share(0, 1)
         self.copies.report = self.said.put
         self.copies.use(self.pool.numpy(), self.share)
+        self.rank.use(self.pool.numpy())
 
     def each(self, blocks: list[int], rows: list[int]) -> tuple[float, float]:
         began = time.thread_time(), time.perf_counter()
@@ -55,7 +59,7 @@ class Memory:
         num_tokens = SIZE * len(blocks)
         self.copies.begin(Begin("a", (0,) * num_tokens, "", {}, tuple(rows)), lambda: None)
         began = time.thread_time(), time.perf_counter()
-        self.copies.save([Move("a", blocks, range(0), num_tokens)], SIZE)
+        self.rank.save(self.copies.plan([Move("a", blocks, range(0), num_tokens)], SIZE))
         step = time.thread_time() - began[0]
         self.said.get(timeout=60)
         took = time.perf_counter() - began[1]

@@ -115,7 +115,7 @@ def plan_of(
     from kvrelay.worker.kv_plan import model_config
     from kvrelay.worker.model_plan import plan_model
 
-    section, num_ranks = config.model, config.ranks_of(Role.DECODE)
+    section, num_ranks = config.model, config.tensor_size_of(Role.DECODE)
     cache_dir = Path(section.cache_dir) if section.cache_dir else None
     path = resolve_config(
         section.name, section.revision, cache_dir=cache_dir, progress=lambda _: None

@@ -51,7 +51,8 @@ def worker_spec(
     config, planned = config.by_model()[start.model], models.by_name[start.model]
     machine = machines[start.machine_id]
     threads = config.engine.threads or max(1, int(machine.num_cpus))
-    engine = replace(config.engine, tensor_parallel_size=start.num_ranks, threads=threads)
+    size = start.num_ranks // config.engine.num_stages
+    engine = replace(config.engine, tensor_parallel_size=size, threads=threads)
     if engine.itl_target_ms == 0 and config.scaling.enabled:
         engine = replace(engine, itl_target_ms=1e3 * chunk_target_s(config.scaling))
     elif engine.itl_target_ms == 0 and config.cluster.prefill > 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,8 @@ def arguments(
     if engine.num_blocks:
         found["num_gpu_blocks_override"] = engine.num_blocks + 1  # on CPUs as well
     elif engine.kv_cache_gib:
-        found["kv_cache_memory_bytes"] = int(engine.kv_cache_gib * (1 << 30))
+        num_bytes = int(engine.kv_cache_gib * (1 << 30))
+        found["kv_cache_memory_bytes"] = num_bytes // num_processes(engine)  # each rank's
     if model.quantization != "none":
         found["quantization"] = model.quantization
     if engine.kv_dtype != "auto":
@@ -73,10 +73,5 @@ def asked_arguments(
 
 
 def num_processes(engine: EngineSection) -> int:
-    """That one worker has of vLLM: more than one of them copy no KV."""
-    given: Mapping[str, Any] = engine.arguments
-    sizes = [given.get(name, 1) for name in SIZES if name.endswith("_parallel_size")]
-    found = engine.tensor_parallel_size if "tensor_parallel_size" not in given else 1
-    for size in sizes:
-        found *= size if isinstance(size, int) and size > 0 else 1
-    return found
+    """That one worker has of vLLM, each with a GPU where they are used."""
+    return engine.tensor_parallel_size * engine.num_stages

@@ -46,7 +46,8 @@ def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": model.max_model_len,
         "block_size": config.cache_config.block_size,
-        "num_kv_heads": model.get_total_num_kv_heads(),
+        # Keys and values of latent attention have no heads: each rank has all of them.
+        "num_kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
     }
     try:
         return about | _layers(config)

@@ -64,6 +64,8 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
     known = plan.num_blocks if form.bytes_per_block else 0
     engine = structs.replace(engine, num_blocks=engine.num_blocks or known, max_model_len=most)
     os.environ.update(environment(on_gpu=spec.on_gpu))
+    if plan.num_ranks > 1:  # which divide the worker's threads
+        os.environ["OMP_NUM_THREADS"] = str(max(1, engine.threads // plan.num_ranks))
     given = arguments(spec.model, engine, path, on_gpu=spec.on_gpu)
     if not plan.is_copied and not spec.engine.max_model_len:
         given["max_model_len"] = -1  # what fits, which groups of layers make hard to say
@@ -103,14 +105,13 @@ def _built(
     roles: Roles,
     make_agent: MakeAgent | None,
 ) -> BuiltWorker:
-    from kvrelay.kvtransfer.movers.pool import make_host_arena
     from kvrelay.worker.build import with_tiers
     from kvrelay.worker.threads import TransferLoops
     from kvrelay.worker.transfers import transfers_of, worker_config
 
     cache, model = vllm.config.cache_config, vllm.config.model_config
     num_blocks = (cache.num_gpu_blocks or 1) - 1  # one of them is its null block
-    num_heads = model.get_num_kv_heads(vllm.config.parallel_config)
+    num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     copied = vllm.copies.spec(cache.block_size, num_heads)
     traits = form.traits(spec.engine)
     if copied is None:
@@ -136,13 +137,13 @@ def _built(
         node = VllmWorker(config, roles, copies=False, edits=edits, drafts=drafts)
         info = replace(config.info(), hands_over=False)
         return BuiltWorker(node, info, vllm.start, notices)
-    pool = make_host_arena(num_blocks, config.bytes_per_block, spec.on_gpu)
     try:
+        pool = vllm.make_pool(num_blocks, config.bytes_per_block, pinned=spec.on_gpu)
         options = BuildOptions(make_agent)
         own = transfers_of(spec, config, plan, pool, Shard(0, 1), options)
     except AgentError as error:
         raise BuildError(str(error)) from error
-    vllm.copies.use(pool, own.share)
+    vllm.use(pool, own.share)
 
     def make_executor(deliver: Deliver) -> Executor:
         return vllm.start(deliver, TransferLoops(own.copies, deliver, spec.worker))
@@ -156,7 +157,7 @@ def _built(
 
 
 def kv_identity(path: Path, max_model_len: int, facts: Mapping[str, Any]) -> bytes:
-    """32 bytes, the same for workers whose blocks mean the same: every byte of the checkpoint, the
+    """32 bytes, the same for workers whose blocks mean the same: by every byte of the checkpoint,
     whether positions are scaled for longer contexts, and `engine_facts`."""
     config = (path / "config.json").read_text(encoding="utf-8")
     scaled = {int(found) for found in re.findall(ORIGINAL_LEN, config)}
@@ -176,7 +177,7 @@ def engine_facts(arguments: Mapping[str, Any], vllm: VllmEngine, *, on_gpu: bool
         "dtype": str(vllm.config.model_config.dtype),
         "arguments": telling_arguments(arguments),
         "attention": vllm.attention_backends,
-        "layers": vllm.copies.form(),
+        "layers": [each.about for each in vllm.copies.layers],
         "order": "of vLLM's memory",  # bytes in each layer of a block
         # vLLM's attention on CPUs keeps keys in the order of the instructions that read them.
         "device": "cuda" if on_gpu else cpu_tiles(),

@@ -1,24 +1,31 @@
-"""vLLM's KV connector, version 1: between its scheduler and its blocks on one side, and `Copies` on
-the other. vLLM makes one for its scheduler and one for what runs the model, in one process."""
+"""vLLM's KV connector, version 1: between its scheduler and its blocks on one side, `Copies` and
+`RankCopies` on the other. vLLM makes one for its scheduler and one in each rank, which may be in a
+process of its own: what it needs goes there with the configuration and with each step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    KVConnectorRole,
 )
 
 from kvrelay.decode_worker.vllm.copies import Copies, Move
+from kvrelay.decode_worker.vllm.memory import ALL, Heads
+from kvrelay.decode_worker.vllm.ranks import RankCopies, Step, say_to
+
+PROCESS, PIPE = "process", "pipe"  # the worker's, in the configuration
 
 
 @dataclass
 class Moves(KVConnectorMetadata):  # type: ignore[misc]
     """What is copied because of one step."""
 
-    each: list[Move] = field(default_factory=list)
+    step: Step
 
 
 class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -33,10 +40,19 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._copies = self.made_for[vllm_config.kv_transfer_config.engine_id]
+        transfer, self._config = vllm_config.kv_transfer_config, vllm_config
+        self._cache = kv_cache_config
         self._block_size: int = vllm_config.cache_config.block_size
-        self._num_blocks: int = kv_cache_config.num_blocks
         self._loads: dict[str, range] = {}  # in the step that is scheduled
+        if role is KVConnectorRole.SCHEDULER:
+            self._copies = self.made_for[transfer.engine_id]
+            return
+        place = transfer.kv_connector_extra_config
+        is_here = place[PROCESS] == os.getpid()
+        say = self.made_for[transfer.engine_id].copied if is_here else say_to(place[PIPE])
+        rank = vllm_config.parallel_config.rank
+        self._rank = RankCopies(rank, say)
+        RankCopies.made[transfer.engine_id, rank] = self._rank
 
     # In the scheduler
 
@@ -60,22 +76,38 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         }
         again = scheduler_output.scheduled_cached_reqs
         before |= zip(again.req_ids, again.num_computed_tokens, strict=True)
-        moves = Moves()
+        moves = []
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             (block_ids,) = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             end = before[request_id] + num_new - len(drafts)
             about = block_ids, loads.get(request_id, range(0)), end
-            moves.each.append(Move(_key(request_id), *about))
-        return moves
+            moves.append(Move(_key(request_id), *about))
+        return Moves(self._copies.plan(moves, self._block_size))
 
     # Where the model runs
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._copies.register(kv_caches, self._num_blocks)
+        layout = (getattr(self._cache, "kv_cache_layout", None) or "").replace("L", "")
+        self._rank.register(kv_caches, self._cache.num_blocks, self._heads, layout)
+
+    def _heads(self, layer: str) -> Heads | None:
+        model, parallel = self._config.model_config, self._config.parallel_config
+        size = parallel.tensor_parallel_size
+        if size == 1:
+            return ALL
+        own = next(
+            getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(layer, group.kv_cache_spec)
+            for group in self._cache.kv_cache_groups
+            if layer in group.layer_names
+        ).num_kv_heads
+        total = own * size
+        if own == model.get_num_kv_heads(parallel):  # else this layer has a number of its own
+            total = 1 if model.use_mla else model.get_total_num_kv_heads()
+        return Heads.of_rank(total, own, parallel.rank % size, size)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        self._copies.load(self._get_connector_metadata().each)
+        self._rank.load(self._get_connector_metadata().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """All were loaded before the step."""
@@ -84,7 +116,7 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """All are saved after the step."""
 
     def wait_for_save(self) -> None:
-        self._copies.save(self._get_connector_metadata().each, self._block_size)
+        self._rank.save(self._get_connector_metadata().step)
 
 
 def _key(request_id: str) -> str:

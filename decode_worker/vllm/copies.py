@@ -3,14 +3,14 @@ already is not computed.
 
 Life of a table: begun with its request; if some of its blocks are full, these are compared with
 their checksums first, and vLLM gets the request then -> as vLLM schedules it, it counts on the
-blocks before the first that does not fit -> these are written to vLLM's memory before the step,
-all at once -> the blocks that a step fills are gathered after it, all at once, and from there on
-another thread has them: it writes them to the worker's memory, takes their checksums, and reports
-them -> ended with the request, when nothing of it is on the way any more.
+blocks before the first that does not fit -> with the step that is scheduled, ranks are told which
+blocks to write to vLLM's memory before it and which to copy out after it (`Step`; what ranks do:
+`ranks`) -> when all have, the copying thread here takes checksums of what came, and reports it ->
+ended with the request, when nothing of it is on the way any more.
 
-Two threads: the one that steps vLLM, which gathers and scatters, and the copying one, which touches
-the worker's memory alone. The node gives a block of a table to nobody else before it has heard of
-the table's end.
+A block of the worker's memory has the KV of all ranks, so whoever takes checksums of it, reads it
+or keeps it knows nothing of them. The node gives a block of a table to nobody else before it has
+heard of the table's end.
 """
 
 from __future__ import annotations
@@ -20,30 +20,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.decode_worker.vllm.memory import (
-    Layer,
-    Region,
-    begun,
-    gather,
-    layer_of,
-    regions_of,
-    scatter,
-    to_host,
-    unpack,
-)
+from kvrelay.decode_worker.vllm.memory import LayerForm
 from kvrelay.decode_worker.vllm.messages import Begin, Copied, Damaged, EngineLost
 from kvrelay.decode_worker.vllm.plan import FLOATS, opaque_spec
+from kvrelay.decode_worker.vllm.ranks import SETTLE_S, Blocks, Step
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.kvtransfer.layout import HeadShare
-
-MOST_GATHERED = 512 << 20  # bytes that wait for the copying thread; a step waits beyond them
-
-SETTLE_S = 60.0  # a copy within memory takes milliseconds
 
 Report = Callable[[Copied | Damaged | EngineLost], None]
 
@@ -57,7 +44,7 @@ class _Table:
     saves_tail: bool
     num_good: int  # blocks, from the first, that may be loaded
     num_saved: int  # blocks, from the first, that have KV or are on the way
-    num_pending: int = 0  # jobs of the copying thread
+    num_pending: int = 0  # steps and comparisons that touch it, and have not ended
     checked: range = range(0)  # those that vLLM counts on
 
 
@@ -72,69 +59,60 @@ class Move(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Blocks of a table that are among those that were gathered."""
+    """Blocks of a table that are among those that a step fills."""
 
     table: _Table
     first: int
     rows: list[int]
 
 
+class _Copying(NamedTuple):
+    """A step whose copies are not all done."""
+
+    tables: list[_Table]  # one may be in it twice
+    parts: list[_Part]
+    ranks: set[int]  # that have not said so
+
+
 @dataclass(slots=True)
 class Copies:
     """Owned by a worker's vLLM thread. Invariant: a block of vLLM that is loaded has the bytes that
     were saved: they were compared before vLLM gave memory to its request, so damage never reaches
-    vLLM's prefix cache. What is reported as `Copied` was written before, and only once."""
+    vLLM's prefix cache. What is reported as `Copied` was written before by all ranks, and only
+    once."""
 
     pool: NDArray[np.uint8] | None = None  # [num_blocks, bytes_per_block]; None: nothing is copied
     tables: dict[str, _Table] = field(default_factory=dict)
     report: Report = lambda said: None  # from any thread
-    _layers: list[Layer] = field(default_factory=list)
-    _regions: list[Region] = field(default_factory=list)
+    layers: Sequence[LayerForm] = ()  # all ranks'; (): there are no blocks of layers
+    _num_ranks: int = 1
+    _num_steps: int = 0
+    _steps: dict[int, _Copying] = field(default_factory=dict)  # by number
     _checksums: Callable[[Sequence[int]], list[int]] = lambda blocks: []
     _jobs: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     _settled: threading.Condition = field(default_factory=threading.Condition)
-    _waiting: int = 0  # bytes that were gathered and are not written
-    _loading: Any = None  # what the last loads read, and when they are done; on a GPU
-    _failed: BaseException | None = None
-
-    def register(self, kv_caches: dict[str, Any], num_blocks: int) -> None:
-        """vLLM's memory, layer by layer. Layers that share theirs count once."""
-        found = {tensor.data_ptr(): tensor for tensor in kv_caches.values()}
-        layers = [layer_of(each, num_blocks) for each in found.values()]
-        self._layers = [each for each in layers if each is not None]
-        if len(self._layers) < len(layers):
-            self._layers = []
-        self._regions = regions_of(self._layers)
+    _failed: str = ""
 
     def spec(self, block_size: int, num_heads: int) -> KVSpec | None:
         """The shape of a block, in the terms of ours: `num_heads` heads where all layers have
         these, else so many bytes, whatever is in them. None: there are no blocks of layers."""
-        if not self._layers:
+        if not self.layers:
             return None
-        sizes = {each.block.numel() for each in self._layers}
-        dtypes = {str(each.tensor.dtype).removeprefix("torch.") for each in self._layers}
+        sizes = {each.num_numbers for each in self.layers}
+        dtypes = {each.dtype for each in self.layers}
         if len(sizes) == len(dtypes) == 1 and dtypes <= FLOATS:
             head_dim, rest = divmod(min(sizes), 2 * num_heads * block_size)
             if not rest:
-                return KVSpec(len(self._layers), num_heads, head_dim, block_size, dtypes.pop())
-        return opaque_spec(sum(each.num_bytes for each in self._layers), block_size)
+                return KVSpec(len(self.layers), num_heads, head_dim, block_size, dtypes.pop())
+        return opaque_spec(sum(each.num_bytes for each in self.layers), block_size)
 
-    def form(self) -> list[list[Any]]:
-        """What vLLM keeps of a block in each layer: two workers mean the same by the bytes of a
-        block only if this is the same."""
-        found: list[list[Any]] = []
-        for tensor, dim in self._layers:
-            kept = [i for i in range(tensor.dim()) if i != dim]
-            order = sorted(kept, key=tensor.stride, reverse=True)
-            found.append([str(tensor.dtype), dim, [tensor.shape[i] for i in kept], order])
-        return found
-
-    def use(self, pool: NDArray[np.uint8], share: HeadShare) -> None:
+    def use(self, pool: NDArray[np.uint8], share: HeadShare, num_ranks: int = 1) -> None:
         """The worker's memory, and how checksums of its blocks are taken. The copying thread runs
         from now on."""
         from kvrelay.kvtransfer.checksum import checksum_blocks  # not where there are no copies
 
         self.pool, self._checksums = pool, partial(checksum_blocks, pool, share=share)
+        self._num_ranks = num_ranks
         threading.Thread(target=self._run, name="copies", daemon=True).start()
 
     def close(self) -> None:
@@ -151,7 +129,8 @@ class Copies:
         self.tables[begin.key] = table
         if not num_full or self.pool is None:
             return False
-        self._post([table], partial(self._compare, table, then))
+        table.num_pending += 1
+        self._jobs.put(partial(self._compare, table, then))
         return True
 
     def extend(self, key: str, blocks: Sequence[int]) -> None:
@@ -162,7 +141,6 @@ class Copies:
         """Nothing of it is read or written from now on."""
         if (table := self.tables.pop(key, None)) is not None:
             self._settle(table)
-        self._finish_loading()
 
     def check(self, key: str, first: int, end: int) -> range:
         """Those blocks of a table, from `first` on, before which vLLM has all, up to `end`, that it
@@ -178,82 +156,75 @@ class Copies:
         """What `check` has returned last; a table that has ended has none."""
         return self.tables[key].checked if key in self.tables else range(0)
 
-    def load(self, moves: Sequence[Move]) -> None:
-        """Fill vLLM's blocks, before a step."""
-        blocks: list[int] = []
-        rows: list[int] = []
-        for move in moves:
-            if (table := self.tables.get(move.key)) is not None:
-                blocks += (move.block_ids[index] for index in move.loads)
-                rows += (table.blocks[index] for index in move.loads)
-        if blocks:
-            kept = scatter(self._regions, blocks, rows, self._pool())
-            self._loading = (kept, begun()) if kept else None
-
-    def save(self, moves: Sequence[Move], block_size: int) -> None:
-        """Gather the blocks that a step has filled, after it."""
-        blocks: list[int] = []
+    def plan(self, moves: Sequence[Move], block_size: int) -> Step:
+        """What ranks are to copy because of a step. It is called once for each step, in their
+        order."""
+        loads, saves = Blocks([], []), Blocks([], [])
+        tables: list[_Table] = []
         parts: list[_Part] = []
         for move in moves:
             table = self.tables.get(move.key)
             if table is None or self.pool is None:
                 continue
-            end = move.num_computed // block_size
-            if table.saves_tail and move.num_computed >= table.num_tokens:
-                end = -(-table.num_tokens // block_size)
-            new = range(table.num_saved, min(end, len(table.blocks)))
-            if not new:
-                continue
-            table.num_saved = new.stop
-            blocks += (move.block_ids[index] for index in new)
-            parts.append(_Part(table, new.start, [table.blocks[index] for index in new]))
-        if not parts:
-            return
-        size = len(blocks) * sum(each.num_bytes for each in self._regions)
-        with self._settled:
-            self._wait(lambda: self._waiting == 0 or self._waiting + size <= MOST_GATHERED)
-            self._waiting += size
-        found = gather(self._regions, blocks)
-        event = begun() if found[0].device.type != "cpu" else None
-        tables = [each.table for each in parts]
-        self._post(tables, partial(self._write, parts, found, event, size))
-
-    def _pool(self) -> Any:
-        from kvrelay.kvtransfer.movers.pool import as_tensor
-
-        assert self.pool is not None
-        return as_tensor(self.pool)
-
-    def _post(self, tables: Sequence[_Table], job: Callable[[], None]) -> None:
-        """`job` belongs to all these tables until it is done."""
-
-        def run() -> None:
-            job()
-            with self._settled:
-                for table in tables:
-                    table.num_pending -= 1
-                self._settled.notify_all()
-
+            loads.add(move.block_ids, table.blocks, move.loads)
+            if new := self._filled(table, move, block_size):
+                saves.add(move.block_ids, table.blocks, new)
+                parts.append(_Part(table, new.start, [table.blocks[index] for index in new]))
+            if new or move.loads:
+                tables.append(table)
+        if not tables:
+            return Step()
+        self._num_steps += 1
         with self._settled:
             for table in tables:
                 table.num_pending += 1
-        self._jobs.put(run)
+            self._steps[self._num_steps] = _Copying(tables, parts, {*range(self._num_ranks)})
+        return Step(self._num_steps, loads, saves)
+
+    def _filled(self, table: _Table, move: Move, block_size: int) -> range:
+        """Blocks that are to be saved after this one, and counts them as saved."""
+        end = move.num_computed // block_size
+        if table.saves_tail and move.num_computed >= table.num_tokens:
+            end = -(-table.num_tokens // block_size)
+        new = range(table.num_saved, min(end, len(table.blocks)))
+        table.num_saved = max(table.num_saved, new.stop)
+        return new
 
     def _settle(self, table: _Table) -> None:
-        """Waits until nothing of it is on the way: a copy of what is in memory."""
+        """Waits until nothing of it is on the way: a copy of what is in memory, after the step that
+        ranks are in."""
         with self._settled:
-            self._wait(lambda: not table.num_pending)
+            if not self._settled.wait_for(lambda: not table.num_pending or self._failed, SETTLE_S):
+                raise RuntimeError(f"KV has not been copied for {SETTLE_S:g} s")
+            if self._failed:
+                raise RuntimeError(self._failed)
 
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        if not self._settled.wait_for(lambda: is_done() or self._failed is not None, SETTLE_S):
-            raise RuntimeError(f"KV has not been copied for {SETTLE_S:g} s")
-        if self._failed is not None:
-            raise RuntimeError(f"KV is not copied any more: {self._failed}") from self._failed
+    # On any thread
 
-    def _finish_loading(self) -> None:
-        if self._loading is not None:
-            self._loading[1].synchronize()
-            self._loading = None
+    def copied(self, rank: int, number: int, why: str = "") -> None:
+        """`rank` has made its copies of the step of this number, or makes none any more."""
+        if why:
+            self.fail(f"KV is not copied any more: {why}")
+            return
+        with self._settled:
+            step = self._steps[number]
+            step.ranks.discard(rank)
+            if step.ranks:
+                return
+            del self._steps[number]
+        self._jobs.put(partial(self._seal, step))
+
+    def fail(self, why: str) -> None:
+        with self._settled:
+            self._failed = self._failed or why
+            self._settled.notify_all()
+        self.report(EngineLost(why))
+
+    def _done(self, tables: Sequence[_Table]) -> None:
+        with self._settled:
+            for table in tables:
+                table.num_pending -= 1
+            self._settled.notify_all()
 
     # On the copying thread
 
@@ -262,10 +233,7 @@ class Copies:
             while (job := self._jobs.get()) is not None:
                 job()
         except BaseException as error:
-            with self._settled:
-                self._failed = error
-                self._settled.notify_all()
-            self.report(EngineLost(f"KV is not copied any more: {type(error).__name__}: {error}"))
+            self.fail(f"KV is not copied any more: {type(error).__name__}: {error}")
 
     def _compare(self, table: _Table, then: Callable[[], None]) -> None:
         wanted = range(len(table.checksums))
@@ -276,19 +244,14 @@ class Copies:
             about = tuple((table.blocks[at], table.checksums[at]) for at in bad)
             self.report(Damaged(table.key, about))
         then()
+        self._done([table])
 
-    def _write(self, parts: Sequence[_Part], found: Sequence[Any], event: Any, size: int) -> None:
-        if event is not None:
-            found = to_host(found, event)
-        rows = [row for part in parts for row in part.rows]
-        unpack(self._regions, found, rows, self._pool())
-        sums = iter(self._checksums(rows))
-        with self._settled:
-            self._waiting -= size
-            self._settled.notify_all()
-        for table, first, own in parts:
+    def _seal(self, step: _Copying) -> None:
+        sums = iter(self._checksums([row for part in step.parts for row in part.rows]))
+        for table, first, own in step.parts:
             new = [next(sums) for _ in own]
             if table.num_good == first:
                 table.num_good += len(new)
             table.checksums += new
             self.report(Copied(table.key, first, tuple(new)))
+        self._done(step.tables)

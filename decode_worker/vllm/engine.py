@@ -13,11 +13,14 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrelay.decode_worker.vllm.adapters import VllmAdapters
 from kvrelay.decode_worker.vllm.copies import Copies
@@ -37,6 +40,16 @@ from kvrelay.decode_worker.vllm.messages import (
     Stopped,
     Stored,
 )
+from kvrelay.decode_worker.vllm.ranks import (
+    Pipe,
+    SharedPool,
+    backends_of,
+    forms_of,
+    join_forms,
+    make_shared_pool,
+    process_of,
+    use_pool,
+)
 from kvrelay.decode_worker.vllm.weights import VllmWeights
 from kvrelay.engine.host import Deliver, first_line
 from kvrelay.engine.needs import NeedError
@@ -44,7 +57,8 @@ from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import Refusal, TokenLogprobs
 from kvrelay.engine.step import AskProgress, PrepareGrammar
 from kvrelay.engine.weights import LoadWeights, UseWeights
-from kvrelay.kvtransfer.agent import ConnectPeer, CopyBlocks, FindStored, StoreIndex
+from kvrelay.kvtransfer.agent import AgentError, ConnectPeer, CopyBlocks, FindStored, StoreIndex
+from kvrelay.kvtransfer.layout import HeadShare
 from kvrelay.worker.threads import StepThread
 
 if TYPE_CHECKING:
@@ -55,6 +69,7 @@ log = logging.getLogger("kvrelay.vllm")
 
 PUBLISHER = "kvrelay"
 CLOSE_S = 15.0
+RANKS_S = 120.0  # for a call of all ranks between steps, which maps memory at most
 WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
 PROBE = Begin("probe", (1, 2, 3), "", {"max_tokens": 1, "temperature": 0.0, "logprobs": 0})
 
@@ -140,6 +155,12 @@ class VllmEngine:
         # Workers that draw alike would give the choices of a request the same text.
         own = {"seed": secrets.randbits(31), "scheduling_policy": "priority", **arguments, **extra}
         self._engine = _open(own, self._reports)
+        self._engine.model_executor.register_failure_callback(self._on_rank_lost)
+        self._pool: NDArray[np.uint8] | SharedPool | None = None  # as ranks get it
+        self._at: list[int] = []  # byte of a block at which the part of each rank begins
+        if copies:
+            size = self.config.parallel_config.tensor_parallel_size
+            self.copies.layers, self._at = join_forms(self._in_ranks(forms_of), size)
         self._adapters = VllmAdapters(self._engine)
         self._effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self._images = ImageThread(self._engine.renderer, self._effects.put)
@@ -158,6 +179,47 @@ class VllmEngine:
         return self._engine.vllm_config
 
     @property
+    def num_ranks(self) -> int:
+        """Parts that run the model, each in a process of its own where there are several."""
+        return int(self.config.parallel_config.world_size)
+
+    def make_pool(
+        self, num_blocks: int, bytes_per_block: int, *, pinned: bool
+    ) -> NDArray[np.uint8]:
+        """Memory for copies of KV, `[num_blocks, bytes_per_block]`, which all ranks reach. Raises
+        AgentError."""
+        from kvrelay.kvtransfer.movers.pool import make_host_arena, pin
+
+        if self._in_ranks(process_of) == [os.getpid()]:
+            self._pool = pool = make_host_arena(num_blocks, bytes_per_block, pinned)
+            return pool
+        try:
+            self._pool = make_shared_pool(num_blocks, bytes_per_block)
+            pool = self._pool.open()
+        except OSError as error:
+            size = num_blocks * bytes_per_block / 2**30
+            raise AgentError(f"no {size:.1f} GiB of memory for KV of ranks: {error}") from error
+        if pinned:
+            pin(pool)
+        return pool
+
+    def use(self, pool: NDArray[np.uint8], share: HeadShare) -> None:
+        """`pool`: as `make_pool` has made it. KV is copied from now on. `share`: as for
+        `checksum_blocks`."""
+        self.copies.use(pool, share, self.num_ranks)
+        self._in_ranks(use_pool, self._pool, self._at)
+
+    def _in_ranks(self, call: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `call` returns in each rank, of its worker there and `args`."""
+        found: list[Any] = self._engine.collective_rpc(call, timeout=RANKS_S, args=args)
+        return found
+
+    def _on_rank_lost(self) -> None:
+        """On a thread of vLLM's, which has seen that a process of a rank has ended."""
+        if not self._ends:
+            self.copies.fail("vLLM: a process of a rank has ended")
+
+    @property
     def version(self) -> str:
         import vllm
 
@@ -166,9 +228,7 @@ class VllmEngine:
     @property
     def attention_backends(self) -> list[str]:
         """Classes that compute attention, by which the order of numbers in a block goes."""
-        layers = self.config.compilation_config.static_forward_context.values()
-        found = [each.get_attn_backend() for each in layers if hasattr(each, "get_attn_backend")]
-        return sorted({f"{each.__module__}.{each.__qualname__}" for each in found})
+        return sorted({name for found in self._in_ranks(backends_of) for name in found})
 
     def start(self, deliver: Deliver, transfers: TransferLoops | None = None) -> VllmEngine:
         """`transfers`: what moves KV below and between workers; owned from now on."""
@@ -288,14 +348,16 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
     """Arguments with which vLLM makes connectors to `copies`."""
     from vllm.config import KVTransferConfig
 
-    from kvrelay.decode_worker.vllm.connector import KVRelayConnector
+    from kvrelay.decode_worker.vllm.connector import PIPE, PROCESS, KVRelayConnector
 
     KVRelayConnector.made_for[name] = copies
+    place = {PROCESS: os.getpid(), PIPE: Pipe(copies.copied).path}
     config = KVTransferConfig(
         kv_connector=KVRelayConnector.__name__,
         kv_connector_module_path=KVRelayConnector.__module__,
         engine_id=name,
         kv_role="kv_both",
+        kv_connector_extra_config=place,
     )
     return {"kv_transfer_config": config}
 

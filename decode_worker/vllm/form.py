@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from kvrelay.decode_worker.vllm.arguments import asked_arguments, environment, num_processes
+from kvrelay.decode_worker.vllm.arguments import asked_arguments, environment
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.files import given_folder
@@ -33,7 +33,7 @@ from kvrelay.worker.kv_plan import BuildError
 ASK_S = 600.0  # vLLM's imports, on a machine that is busy
 MODULE = "kvrelay.decode_worker.vllm.ask"
 MOST_TOKENS = 1 << 20  # where a model does not say how many positions it has
-VERSION = 1  # raised where something else is asked
+VERSION = 2  # raised where something else is asked
 
 
 class GroupForm(Struct, frozen=True):
@@ -64,8 +64,8 @@ class Form(Struct, frozen=True):
     def traits(self, engine: EngineSection) -> frozenset[Trait]:
         """Those of a worker that serves it."""
         found = {Trait.VLLM}
-        if num_processes(engine) > 1:
-            found.add(Trait.RANKS)
+        if engine.is_context_parallel:
+            found.add(Trait.CONTEXT_PARALLEL)
         if self.why_not == "states":
             found.add(Trait.STATES)
         elif self.why_not:

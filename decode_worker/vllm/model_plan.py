@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvrelay.decode_worker.vllm.arguments import num_processes
 from kvrelay.decode_worker.vllm.form import Form
 from kvrelay.decode_worker.vllm.plan import fit_gpu, longest, num_needed, plan_form
 from kvrelay.engine.config import EngineSection
@@ -24,7 +25,7 @@ def plan_model(
 ) -> ModelPlan:
     """`engine`: as it is set. `num_gpus`, `memory_bytes`: as of `worker.model_plan.plan_model`.
     Raises BuildError for settings that are wrong on any machine."""
-    on_gpu, ranks = num_gpus > 0, engine.tensor_parallel_size
+    on_gpu, ranks = num_gpus > 0, num_processes(engine)
     engine = engine.sized(gpu=on_gpu)
     plan = plan_form(form, engine, path)
     if on_gpu:
@@ -85,14 +86,14 @@ def _kinds(
 
 
 def _problems(plan: KVPlan, engine: EngineSection, num_gpus: int, memory_bytes: int) -> list[str]:
-    ranks, found = engine.tensor_parallel_size, []
+    ranks, found = num_processes(engine), list[str]()
     if not num_gpus:
         try:
             check_memory([plan], memory_bytes or 1 << 60)
         except BuildError as error:
             found.append(str(error))
         return found
-    found += missing_gpus(ranks, num_gpus)
+    found += missing_gpus(ranks, num_gpus, engine.num_stages)
     needed = plan.kv_bytes + plan.weights_bytes
     if not plan.num_blocks or needed > ranks * memory_bytes:
         found.append(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvrelay.decode_worker.vllm.arguments import num_processes
 from kvrelay.decode_worker.vllm.form import Form, GroupForm
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.identity import VLLM, weight_files
@@ -32,8 +33,8 @@ def opaque_spec(bytes_per_block: int, block_size: int, dtype: str = OPAQUE) -> K
 def plan_form(form: Form, engine: EngineSection, path: Path) -> KVPlan:
     """`engine`: as it is set for this machine. Raises BuildError where the memory that is set for
     KV does not hold a block."""
-    ranks, kv_bytes = engine.tensor_parallel_size, int(engine.kv_cache_gib * GIB)
-    copies = max(1, ranks // form.num_kv_heads)
+    kv_bytes = int(engine.kv_cache_gib * GIB)
+    copies = max(1, engine.tensor_parallel_size // form.num_kv_heads)
     per_block, num_blocks = form.bytes_per_block * copies, engine.num_blocks
     if not per_block:  # vLLM divides what it is given when it has loaded the model
         per_block, num_blocks = max(kv_bytes, 1), min(1, kv_bytes)
@@ -52,7 +53,7 @@ def plan_form(form: Form, engine: EngineSection, path: Path) -> KVPlan:
         num_blocks,
         form.weights_bytes or files_bytes(path),
         Windows.of(block_size).groups[0],
-        num_ranks=ranks,
+        num_ranks=num_processes(engine),
         num_copies=copies,
         is_copied=copies_kv(form, engine),
         process_bytes=SPARE_BYTES,

@@ -88,14 +88,14 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
         ),
         ("[engine]\npython = 'p'", "engine.python = 'p' is for engine.runs = 'vllm'"),
         (
-            "[engine]\nruns = 'vllm'\npython = 'p'\ntensor_parallel_size = 2",
-            "prefill = 1: vLLM's workers compute their own prompts where they have several ranks:"
-            " set it to 0",
+            "[engine]\nruns = 'vllm'\npython = 'p'\narguments = {decode_context_parallel_size = 2}",
+            "prefill = 1: vLLM's workers compute their own prompts where ranks of context"
+            " parallelism have different tokens of a block: set it to 0",
         ),
         (
-            "[engine]\nruns = 'vllm'\npython = 'p'\n[cluster]\ndecode_tensor_parallel_size = 2",
-            "prefill = 1: vLLM's workers compute their own prompts where they have several ranks:"
-            " set it to 0",
+            "[engine]\nruns = 'vllm'\npython = 'p'\narguments = {data_parallel_size = 2}",
+            "engine.arguments.data_parallel_size = 2: a worker is one replica: raise prefill or"
+            " decode instead",
         ),
         (
             "[model]\nquantization = 'int8'\n[engine]\nruns = 'vllm'\npython = 'p'",
@@ -113,10 +113,11 @@ def test_a_whole_number_is_a_number(tmp_path: Path) -> None:
             " these: set it by engine.arguments, as vLLM calls it",
         ),
         (
-            "[engine]\nruns = 'vllm'\npython = 'p'\ntensor_parallel_size = 2\n"
+            "[engine]\nruns = 'vllm'\npython = 'p'\n"
+            "arguments = {prefill_context_parallel_size = 2}\n"
             "[cluster]\nprefill = 0\n[scaling]\nenabled = true",
-            "scaling.enabled: vLLM's workers keep their role where they have several ranks:"
-            " set it to false",
+            "scaling.enabled: vLLM's workers keep their role where ranks of context parallelism"
+            " have different tokens of a block: set it to false",
         ),
         ("[engine", "not TOML"),
     ],

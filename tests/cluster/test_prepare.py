@@ -77,6 +77,16 @@ def test_each_pool_counts_the_gpus_of_its_workers() -> None:
         for_gpus(alone, 7)
 
 
+def test_stages_of_a_pipeline_have_gpus_too() -> None:
+    stages = {"engine__runs": "vllm", "engine__python": "p", "engine__tensor_parallel_size": 2}
+    stages["engine__arguments"] = {"pipeline_parallel_size": 3}
+    two = config(cluster__prefill=0, cluster__decode=2, **stages)
+    assert (two.ranks_of(Role.DECODE), two.tensor_size_of(Role.DECODE)) == (6, 2)
+    assert for_gpus(two, 12) == (two, "")
+    with pytest.raises(BuildError, match=r"2 worker\(s\) of 6 GPU\(s\) need 12, 11 are here"):
+        for_gpus(two, 11)
+
+
 def test_pools_of_different_sizes_do_not_become_one() -> None:
     """Whoever gives them sizes wants both; where the sizes are equal, numbers are by default."""
     with pytest.raises(BuildError, match=r"of 2 GPU\(s\) and 1 .* of 1 need 3, 2 are here"):
@@ -110,6 +120,9 @@ def test_what_cannot_be_divided_among_machines_is_refused() -> None:
         check_machines(config(**settings, cluster__decode_tensor_parallel_size=3))
     check_machines(config(engine__tensor_parallel_size=2, cluster__ranks_per_machine=2))
     check_machines(config(engine__tensor_parallel_size=4))
+    vllm = {**settings, "engine__runs": "vllm", "engine__python": "p"}
+    with pytest.raises(BuildError, match="and those of vLLM share memory: set it to 0"):
+        check_machines(config(**vllm))
     check_machines(config(**settings))
     del settings["cluster__address"]
     settings["cluster__decode_tensor_parallel_size"] = 2

@@ -39,11 +39,14 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
     },
     "With workers that run vLLM": {
         "vLLM": frozenset({T.VLLM}),
-        "its ranks": frozenset({T.VLLM, T.RANKS}),
+        "its ranks": frozenset({T.VLLM}),
         "its states": frozenset({T.VLLM, T.STATES}),
         "its other KV": frozenset({T.VLLM, T.OTHER_KV}),
     },
-    "Where those have no LoRA": {"no LoRA": frozenset({T.VLLM, T.NO_LORA})},
+    "Where those have less": {
+        "no LoRA": frozenset({T.VLLM, T.NO_LORA}),
+        "context parallel": frozenset({T.VLLM, T.CONTEXT_PARALLEL}),
+    },
     "With several of them": {
         "models": frozenset({T.CPU, T.MODELS}),
         "routers": frozenset({T.CPU, T.ROUTERS}),
@@ -76,6 +79,8 @@ _OUTPUTS = "engine/model/gpu/test_triton_steps.py::test_what_a_prompt_gives_is_t
 _TWO_MACHINES = (
     "e2e/parallel/test_two_machines.py::test_ranks_on_two_hosts_say_what_one_process_says"
 )
+_VLLM_RANKS = "e2e/test_vllm_ranks.py::"
+_VLLM_RANKS += "test_ranks_hand_over_die_and_find_kv_of_another_number_of_ranks"
 _BACK = dict.fromkeys(("torch", "states", "windows", "uneven KV"), _GROUPS_BACK)
 _BACK |= {"FP8 KV": _FP8_BACK, "ranks": _RANKS_BACK}
 
@@ -138,6 +143,7 @@ TESTED: dict[Capability, dict[str, str]] = {
         "FP8 KV": _ONE_HAND_OVER.replace("local_groups", "local_kv"),
         "vLLM": "worker/test_vllm_worker.py"
         "::test_prompts_are_computed_by_one_worker_and_decoded_by_another",
+        "its ranks": "worker/test_vllm_ranks.py::test_workers_of_any_sizes_hand_over",
         "models": "local/test_local_models.py"
         "::test_of_a_thousand_mixed_requests_none_is_on_a_worker_of_the_other_model",
         "routers": "e2e/test_two_routers.py"
@@ -153,6 +159,7 @@ TESTED: dict[Capability, dict[str, str]] = {
         "one process": "local/test_local_tiers.py::test_kv_on_disk_outlives_the_process",
         **_BACK,
         "vLLM": "e2e/test_vllm.py::test_a_session_goes_on_from_disk_after_a_restart",
+        "its ranks": _VLLM_RANKS,
     },
     C.DISK_CODEC: {
         "one process": "kvtransfer/movers/test_coded_agent.py"
@@ -178,6 +185,7 @@ TESTED: dict[Capability, dict[str, str]] = {
         "windows": "worker/test_groups.py"
         "::test_a_session_is_parked_resumed_and_loaded_with_the_windows_of_its_end",
         "vLLM": "e2e/test_vllm.py::test_a_session_goes_on_from_disk_after_a_restart",
+        "its ranks": _VLLM_RANKS,
     },
     C.CLASSES: {
         "one process": "engine/test_service_classes.py"

@@ -73,6 +73,7 @@ FAMILY |= {T.LATENT: "deepseek3", T.UNEVEN_KV: "gemma4"}
 VERSION = WeightVersion("new", b"d", "/nowhere")
 ERRORS = (ConfigError, BuildError, ModelError, AdapterError, AgentError)
 VLLM: dict[str, Any] = {"runs": "vllm", "python": sys.executable, "block_size": 32}
+CONTEXT = {"arguments": {"decode_context_parallel_size": 2}}
 RULE_LIST = [(capability, no) for capability, rules in RULES.items() for no in rules]
 
 
@@ -208,8 +209,8 @@ def keep_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_handing_over(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
-    if T.RANKS in no.where:
-        return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, prefill=1))
+    if T.CONTEXT_PARALLEL in no.where:
+        return error_of(lambda: config_of({**VLLM, **CONTEXT}, prefill=1))
     vllm_stand_in.install(monkeypatch)
     path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
     if T.OTHER_KV in no.where:
@@ -219,8 +220,8 @@ def of_handing_over(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def of_scaling(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
     scaling = {"enabled": True}
-    if T.RANKS in no.where:
-        return error_of(lambda: config_of({**VLLM, "tensor_parallel_size": 2}, scaling=scaling))
+    if T.CONTEXT_PARALLEL in no.where:
+        return error_of(lambda: config_of({**VLLM, **CONTEXT}, scaling=scaling))
     path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
     vllm_stand_in.install(monkeypatch)
     if T.OTHER_KV in no.where:
@@ -241,8 +242,8 @@ def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.Mon
         plan = plan_kv(model_config(make(family), engine), engine, "bfloat16")
         return error_of(lambda: plan_tiers(plan, 1 << 30, 0, packed_bytes=1 << 30))
     path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
-    ranks = {"tensor_parallel_size": 2} if T.RANKS in no.where else {}
-    told = notices_of_vllm(path, monkeypatch, others=T.OTHER_KV in no.where, **ranks)
+    apart = CONTEXT if T.CONTEXT_PARALLEL in no.where else {}
+    told = notices_of_vllm(path, monkeypatch, others=T.OTHER_KV in no.where, **apart)
     [line] = [each for each in told.splitlines() if capability in each]
     return line
 

@@ -7,15 +7,17 @@ model is a hash: the next token depends on all before it, and with a temperature
 how many were drawn, or without a seed on how many the engine has drawn. It is the largest of a row
 of logits, which bans and logits processors edit. KV of a token is a hash of all up to it; where
 what is in a block is not that, another token comes, and other KV of those that follow. Blocks are
-cached as they are allocated, and shared by requests that begin alike, in the same step too.
+cached as they are allocated, and shared by requests that begin alike, in the same step too. Ranks
+have the memory of their heads each, and a connector each, in this process.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -26,11 +28,13 @@ import pytest
 import torch
 
 from kvrelay.decode_worker.vllm.form import Form, GroupForm
+from kvrelay.decode_worker.vllm.weights import reload
 from kvrelay.engine.model.checkpoint.families import read_config
 
 VOCAB = 256
 IMAGE_MARK, IMAGE_TOKEN = 250, 251
 NUM_LAYERS = 2
+NUM_HEADS = 2
 WIDTH = 4  # numbers that a layer keeps of a token: a head's key and value
 
 
@@ -124,6 +128,11 @@ class Renderer:
 class KVConnectorMetadata: ...
 
 
+class KVConnectorRole(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
 class KVConnectorBase_V1:
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self._metadata: Any = None
@@ -162,8 +171,9 @@ class LLMEngine:
     vllm_config: Any
     publisher: Any
     loggers: list[Any]
-    connectors: list[Any]  # in the scheduler, and where the model runs; []: none
-    kv: list[torch.Tensor]  # by layer: [num_blocks, 1, block_size, WIDTH]
+    connectors: list[Any]  # in the scheduler, and in each rank; []: none
+    workers: list[Any]  # one in each rank, with its configuration
+    kv: list[list[torch.Tensor]]  # by rank and layer: [num_blocks, its heads, block_size, WIDTH]
     free: list[int]
     requests: dict[str, _Request] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)  # hash -> block, the oldest first
@@ -175,6 +185,7 @@ class LLMEngine:
 
     renderer: Renderer = field(default_factory=Renderer)
     weights: str = ""  # another one for each folder; "": those that it began with
+    lose_rank: Callable[[], None] = lambda: None  # what is called when a rank's process has ended
 
     made: ClassVar[list[LLMEngine]] = []
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
@@ -189,32 +200,57 @@ class LLMEngine:
             model=args.model,
             max_model_len=512 if args.max_model_len < 0 else args.max_model_len,
             dtype="torch.float32",
-            get_num_kv_heads=lambda parallel_config: 1,
+            use_mla=False,
+            get_total_num_kv_heads=lambda: NUM_HEADS,
+            get_num_kv_heads=lambda parallel: max(1, NUM_HEADS // parallel.tensor_parallel_size),
         )
         transfer = getattr(args, "kv_transfer_config", None)
         config = SimpleNamespace(
             cache_config=cache,
             model_config=model,
             kv_transfer_config=transfer,
-            parallel_config=None,
             compilation_config=SimpleNamespace(static_forward_context={"layer 0": Attention}),
         )
         publisher = EventPublisherFactory.registered[args.kv_events_config.publisher]
-        kv = [torch.zeros(num_blocks, 1, size, WIDTH) for _ in range(NUM_LAYERS)]
-        connectors = []
-        if transfer is not None:
-            made_by = getattr(
-                import_module(transfer.kv_connector_module_path), transfer.kv_connector
-            )
-            sizes = SimpleNamespace(num_blocks=num_blocks)
-            connectors = [made_by(config, role, sizes) for role in ("scheduler", "worker")]
-            connectors[1].register_kv_caches({f"layer {i}": each for i, each in enumerate(kv)})
+        num_ranks = getattr(args, "tensor_parallel_size", 1)
+        workers, kv = [], []
+        for rank in range(num_ranks):
+            sizes = {"tensor_parallel_size": num_ranks, "world_size": num_ranks, "rank": rank}
+            of_rank = SimpleNamespace(**vars(config), parallel_config=SimpleNamespace(**sizes))
+            workers.append(SimpleNamespace(vllm_config=of_rank, rank=rank))
+            shape = num_blocks, max(1, NUM_HEADS // num_ranks), size, WIDTH
+            kv.append([torch.zeros(shape) for _ in range(NUM_LAYERS)])
+        config = workers[0].vllm_config
+        connectors = [] if transfer is None else _connectors(transfer, workers, kv)
         loggers = [each(config) for each in stat_loggers]
-        made = cls(config, publisher(0), loggers, connectors, kv, list(range(1, num_blocks)))
+        free = list(range(1, num_blocks))
+        made = cls(config, publisher(0), loggers, connectors, workers, kv, free)
         made.processors = [each(config, None, False) for each in args.logits_processors]
         made.seed = args.seed
         cls.made.append(made)
         return made
+
+    @property
+    def model_executor(self) -> Any:
+        return SimpleNamespace(register_failure_callback=self._on_failure)
+
+    def _on_failure(self, callback: Callable[[], None]) -> None:
+        self.lose_rank = callback
+
+    def collective_rpc(
+        self, method: Callable[..., Any], timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]:
+        if method is reload:
+            self._reload(*args)
+            return [None for _ in self.workers]
+        return [method(worker, *args) for worker in self.workers]
+
+    def _reload(self, folder: str) -> None:
+        begun = self.vllm_config.model_config.model
+        self.weights = "" if folder == begun else digest_of(Path(folder))
+        if Path(folder).name in self.unreadable:
+            self.weights = "of both"
+            raise ValueError(f"cannot read {folder}")
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -239,14 +275,6 @@ class LLMEngine:
             assert lora_request.lora_int_id in self.loras
             request.lora = lora_request.lora_name
         self.requests[key] = request
-
-    def collective_rpc(self, method: Any, args: tuple[str]) -> None:
-        (folder,) = args
-        begun = self.vllm_config.model_config.model
-        self.weights = "" if folder == begun else digest_of(Path(folder))
-        if Path(folder).name in self.unreadable:
-            self.weights = "of both"
-            raise ValueError(f"cannot read {folder}")
 
     def reset_prefix_cache(self) -> bool:
         if self.requests:
@@ -365,11 +393,14 @@ class LLMEngine:
             scheduled_spec_decode_tokens={},
             kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
         )
-        scheduler, worker = self.connectors
-        worker.bind_connector_metadata(scheduler.build_connector_meta(output))
-        worker.start_load_kv(None)
+        scheduler, *ranks = self.connectors
+        metadata = scheduler.build_connector_meta(output)
+        for each in ranks:
+            each.bind_connector_metadata(metadata)
+            each.start_load_kv(None)
         self._forward(requests)
-        worker.wait_for_save()
+        for each in ranks:
+            each.wait_for_save()
 
     def _forward(self, requests: list[_Request]) -> None:
         for each in requests:
@@ -379,26 +410,31 @@ class LLMEngine:
         size = self.vllm_config.cache_config.block_size
         for at in range(first, end):
             is_right = at % size or not at or self._reads_its_own(request, at)
-            for number, layer in enumerate(self.kv):
-                kv = (
-                    kv_of(request.tokens[: at + 1], request.lora + self.weights)
-                    + number
-                    + (not is_right)
-                )
-                layer[request.block_ids[at // size], 0, at % size] = kv
+            kv = kv_of(request.tokens[: at + 1], request.lora + self.weights) + (not is_right)
+            for place, number in self._places(request, at):
+                place[:] = kv + number
 
     def _reads_its_own(self, request: _Request, end: int) -> bool:
         size = self.vllm_config.cache_config.block_size
         return all(
             bool(
                 (
-                    layer[request.block_ids[at // size], 0, at % size]
-                    == kv_of(request.tokens[: at + 1], request.lora + self.weights) + n
+                    place == kv_of(request.tokens[: at + 1], request.lora + self.weights) + number
                 ).all()
             )
             for at in range(size - 1, end, size)
-            for n, layer in enumerate(self.kv)
+            for place, number in self._places(request, at)
         )
+
+    def _places(self, request: _Request, at: int) -> Iterator[tuple[torch.Tensor, int]]:
+        """Where KV of a token is, of each layer and head, and what tells these apart."""
+        size = self.vllm_config.cache_config.block_size
+        block, slot = request.block_ids[at // size], at % size
+        for rank, layers in enumerate(self.kv):
+            for number, layer in enumerate(layers):
+                for own in range(layer.shape[1]):
+                    head = rank * NUM_HEADS // len(self.kv) + own
+                    yield layer[block, own, slot], number + NUM_LAYERS * head
 
     def _advance(self, request: _Request) -> Any:
         params, is_first = request.params, request.num_drawn == 0
@@ -483,6 +519,20 @@ class LLMEngine:
         self.publisher.publish(SimpleNamespace(events=events))
 
 
+def _connectors(transfer: Any, workers: list[Any], kv: list[list[torch.Tensor]]) -> list[Any]:
+    made_by = getattr(import_module(transfer.kv_connector_module_path), transfer.kv_connector)
+    names = [f"layer {number}" for number in range(NUM_LAYERS)]
+    spec = SimpleNamespace(num_kv_heads=kv[0][0].shape[1])
+    group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
+    sizes = {"num_blocks": len(kv[0][0]), "kv_cache_groups": [group], "kv_cache_layout": "LBHNC"}
+    cache = SimpleNamespace(**sizes)
+    made = [made_by(workers[0].vllm_config, KVConnectorRole.SCHEDULER, cache)]
+    for worker, layers in zip(workers, kv, strict=True):
+        made.append(made_by(worker.vllm_config, KVConnectorRole.WORKER, cache))
+        made[-1].register_kv_caches(dict(zip(names, layers, strict=True)))
+    return made
+
+
 class EngineArgs(SimpleNamespace):
     logits_processors = ()
     seed = 0
@@ -497,7 +547,8 @@ def ask(python: str, asked: Mapping[str, Any], variables: Mapping[str, str]) -> 
         max_model_len=shape.max_position_embeddings,
         block_size=size,
         weights_bytes=1 << 20,
-        bytes_per_block=NUM_LAYERS * size * WIDTH * 4,
+        bytes_per_block=NUM_LAYERS * NUM_HEADS * size * WIDTH * 4,
+        num_kv_heads=NUM_HEADS,
         groups=(GroupForm("full", NUM_LAYERS, 0, size, "float32"),),
         why_not=why_not,
     )
@@ -543,6 +594,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "vllm.distributed.kv_transfer.kv_connector.v1.base": {
             "KVConnectorBase_V1": KVConnectorBase_V1,
             "KVConnectorMetadata": KVConnectorMetadata,
+            "KVConnectorRole": KVConnectorRole,
         },
         "vllm.distributed.kv_events": {
             "EventPublisher": EventPublisher,

@@ -30,6 +30,7 @@ from kvrelay.decode_worker.vllm.plan import (
     longest,
     plan_form,
 )
+from kvrelay.decode_worker.vllm.ranks import RankCopies
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.worker.kv_plan import GIB, BuildError, check_memory
@@ -65,7 +66,8 @@ def test_memory_is_planned_in_blocks_of_vllm_and_counted_twice_where_they_are_co
         check_memory([plan], plan.needed_bytes - 1)
     ranks = structs.replace(ENGINE, tensor_parallel_size=4)
     plan = plan_form(WHOLE, ranks, Path("m"))
-    assert (plan.copied_bytes, plan.bytes_per_block) == (0, 2 << 20), "two ranks have each head"
+    assert plan.bytes_per_block == 2 << 20, "two ranks have each head"
+    assert plan.copied_bytes == plan.num_blocks << 20, "which is copied once"
     assert not plan_form(HYBRID, ENGINE, Path("m")).is_copied
     little = structs.replace(ENGINE, kv_cache_gib=0.001)
     with pytest.raises(BuildError, match=r"too little for KV blocks of 0\.001 GiB"):
@@ -117,6 +119,14 @@ def test_a_plan_for_people_has_all_groups() -> None:
     small = plan_model(WHOLE, structs.replace(ENGINE, kv_cache_gib=0.0), Path("m"),
         num_gpus=1, memory_bytes=1 << 30)  # fmt: skip
     assert "no room for KV: 1.0 GiB of weights" in small.problems[0]
+    divided = structs.replace(ENGINE, kv_cache_gib=0.0, tensor_parallel_size=2)
+    stages = structs.replace(divided, arguments={"pipeline_parallel_size": 2})
+    found = plan_model(WHOLE, stages, Path("m"), num_gpus=3, memory_bytes=10 << 30)
+    assert found.num_ranks == 4
+    assert found.problems == (
+        "engine.tensor_parallel_size = 2, 2 times as many ranks by engine.arguments: a worker has"
+        " so many GPUs, and there are 3",
+    )
 
 
 def test_lines_for_people_say_why_kv_stays() -> None:
@@ -136,7 +146,21 @@ def test_processes_of_vllm_are_counted_by_all_that_divides_a_model() -> None:
     assert num_processes(divided) == 2
     more = structs.replace(divided, arguments={"pipeline_parallel_size": 3, "enforce_eager": True})
     assert num_processes(more) == 6
-    assert not plan_form(WHOLE, more, Path("m")).is_copied
+    plan = plan_form(WHOLE, more, Path("m"))
+    assert (plan.is_copied, plan.spare_bytes) == (True, 6 * SPARE_BYTES)
+    apart = structs.replace(divided, arguments={"decode_context_parallel_size": 2})
+    assert num_processes(apart) == 2
+    assert not plan_form(WHOLE, apart, Path("m")).is_copied
+
+
+def test_ranks_that_have_the_same_heads_keep_them_once_below_vllm() -> None:
+    engine = structs.replace(ENGINE, tensor_parallel_size=4 * WHOLE.num_kv_heads, num_blocks=10)
+    plan = plan_form(WHOLE, engine, Path("m"))
+    assert plan.kv_bytes == 4 * plan.copied_bytes
+    one = structs.replace(engine, tensor_parallel_size=1)
+    alone = plan_form(WHOLE, one, Path("m"))
+    assert plan.copied_bytes == alone.copied_bytes
+    assert plan.disk_slot_bytes == alone.disk_slot_bytes
 
 
 # Asking
@@ -236,7 +260,9 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     layers = [tensors()[each] for each in which]
     before = [each.clone() for each in layers]
     copies = Copies()
-    copies.register({str(index): each for index, each in enumerate(layers)}, 10)
+    rank = RankCopies(0, copies.copied)
+    rank.register({str(index): each for index, each in enumerate(layers)}, 10)
+    copies.layers = rank.forms
     spec = copies.spec(32, 2)
     assert spec is not None
     num_bytes = sum(each.numel() * each.element_size() for each in layers) // 10
@@ -245,9 +271,10 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     copies.report = said.put
     copies.use(pool, BlockLayout(spec).share(0, 1))
+    rank.use(pool)
     tokens = tuple(range(96))
     assert not copies.begin(Begin("a", tokens, "", {}, (5, 0, 3)), lambda: None)
-    copies.save([Move("a", [7, 2, 9], range(0), 96)], 32)
+    rank.save(copies.plan([Move("a", [7, 2, 9], range(0), 96)], 32))
     copied = said.get(timeout=60)
     assert isinstance(copied, Copied)
     copies.end("a")
@@ -257,7 +284,10 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     assert copies.begin(begin, lambda: said.put("compared"))
     assert said.get(timeout=60) == "compared"
     assert copies.check("b", 0, 3) == range(3)
-    copies.load([Move("b", [1, 4, 8], range(3), 96)])
+    step = copies.plan([Move("b", [1, 4, 8], range(3), 96)], 32)
+    rank.load(step)
+    rank.save(step)
+    copies.end("b")  # not before it has been loaded
     for was, now in zip(before, layers, strict=True):
         parts = 2 if now.shape[0] == 20 else 1
         was, now = (each.unflatten(0, (10, parts)) for each in (was, now))
@@ -272,9 +302,10 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
 
 
 def test_layers_without_a_part_for_each_block_are_not_copied() -> None:
-    copies = Copies()
-    copies.register({"0": torch.zeros(7, 3), "1": torch.zeros(10, 3)}, 10)
-    assert copies.spec(32, 1) is None
+    rank = RankCopies(0, lambda *_: None)
+    rank.register({"0": torch.zeros(7, 3), "1": torch.zeros(10, 3)}, 10)
+    assert rank.forms == []
+    assert Copies(layers=rank.forms).spec(32, 1) is None
 
 
 def test_spare_is_of_each_process() -> None:
@@ -284,7 +315,7 @@ def test_spare_is_of_each_process() -> None:
 
 def test_kv_of_compiled_code_is_found_by_such_code_alone_on_cpus() -> None:
     model = SimpleNamespace(dtype="torch.bfloat16")
-    copies = SimpleNamespace(form=list)
+    copies = SimpleNamespace(layers=[])
     config = SimpleNamespace(model_config=model)
     vllm: Any = SimpleNamespace(version="0.32", config=config, attention_backends=[], copies=copies)
 

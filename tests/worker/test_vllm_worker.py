@@ -299,7 +299,7 @@ def test_damage_in_memory_reaches_no_request_and_not_what_vllm_caches(
         engine = LLMEngine.made[-1 if not prefill else 0]
         for name in list(engine.cached):
             engine._uncache(name)  # it has to be loaded again
-        pool = engine.connectors[1]._copies.pool
+        pool = engine.connectors[0]._copies.pool
         pool[np.flatnonzero(pool.any(axis=1)), 7] ^= 1
         turns = vllm_stand_in.turns(0)
         futures = [cluster.submit(prompt, few, request_id="leaves"), cluster.submit(alike, few)]
@@ -311,10 +311,10 @@ def test_damage_in_memory_reaches_no_request_and_not_what_vllm_caches(
         assert [each.tokens for each in again] == [greedy(prompt, 3), greedy(alike, 3)]
         nodes = [each.node for each in cluster.workers.values()]
         assert sum(node.core.counters.get("kv_blocks_damaged", 0) for node in nodes)
-        pools = [each.connectors[1]._copies.pool for each in LLMEngine.made]
+        pools = [each.connectors[0]._copies.pool for each in LLMEngine.made]
         # What only the client that left would have read may be there still: nobody has compared it.
         for node, memory in zip(nodes, pools, strict=True) if who != "client leaves" else ():
-            share = BlockLayout(KVSpec(2, 1, 2, 32, "float32")).share(0, 1)
+            share = BlockLayout(KVSpec(2, 2, 2, 32, "float32")).share(0, 1)
             kv = node.core.kv
             sealed = [kv.pool.lookup([name])[0] for name in kv.pool.block_hashes()]
             sums = checksum_blocks(memory, sealed, share)

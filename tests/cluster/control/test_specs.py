@@ -41,6 +41,13 @@ def test_gpus_and_ranks_are_those_of_the_worker_whatever_its_role(role: Role) ->
         assert spec.engine.threads == 8, "of all its ranks together, which divide them"
 
 
+def test_ranks_of_vllm_are_stages_times_those_that_share_a_layer() -> None:
+    settings = {"engine.runs": "vllm", "engine.python": "p"}
+    config = load_config(None, settings | {"engine.arguments": {"pipeline_parallel_size": 2}})
+    spec = spec_of(config, Role.DECODE, 6, GPUS)
+    assert (spec.num_gpus, spec.engine.tensor_parallel_size) == (6, 3)
+
+
 def test_workers_of_any_size_have_kv_of_one_layout() -> None:
     config = load_config(None, {"engine.num_blocks": 8})
     specs = [spec_of(config, Role.DECODE, num_ranks, CPUS) for num_ranks in (1, 3, 9)]
