@@ -39,7 +39,7 @@ Fields = dict[str, Any]
 
 
 class Draw:
-    """Values of one configuration."""
+    """Draws the values of one configuration."""
 
     def __init__(self, seed: str) -> None:
         self.random = Random(seed)
@@ -84,7 +84,7 @@ def dim_of(fields: Fields, default: int = 0) -> int:
 
 
 def rope(draw: Draw, dim: int, *kinds: str, partial: Sequence[float] = ()) -> Fields:
-    """In either spelling. dim: of a head."""
+    """A rotary embedding, in either spelling, for heads of `dim`."""
     kind = draw.one(*(kinds or ("default", "linear", "llama3", "yarn", "dynamic")))
     spec: Fields = {"rope_type": kind}
     theta = draw.some(rope_theta=(1e4, 5e5))
@@ -508,7 +508,7 @@ FAMILIES: dict[str, tuple[Any, Callable[[Draw], Fields]]] = {
 @dataclass(slots=True)
 class Outcome:
     compared: int = 0
-    worst: float = 0.0  # of a logit
+    worst: float = 0.0  # difference of a logit
     refused: Counter[str] = field(default_factory=Counter)
     impossible: Counter[str] = field(default_factory=Counter)  # to transformers
     different: list[str] = field(default_factory=list)
