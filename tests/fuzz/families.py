@@ -39,7 +39,7 @@ Fields = dict[str, Any]
 
 
 class Draw:
-    """Values of one configuration."""
+    """Draws the values of one configuration."""
 
     def __init__(self, seed: str) -> None:
         self.random = Random(seed)
@@ -84,7 +84,7 @@ def dim_of(fields: Fields, default: int = 0) -> int:
 
 
 def rope(draw: Draw, dim: int, *kinds: str, partial: Sequence[float] = ()) -> Fields:
-    """In either spelling. dim: of a head."""
+    """A rotary embedding, in either spelling, for heads of `dim`."""
     kind = draw.one(*(kinds or ("default", "linear", "llama3", "yarn", "dynamic")))
     spec: Fields = {"rope_type": kind}
     theta = draw.some(rope_theta=(1e4, 5e5))
@@ -419,6 +419,49 @@ def delta_moe(draw: Draw) -> Fields:
     return made | {"shared_expert_intermediate_size": draw.one(32, 48)}
 
 
+def granite(draw: Draw) -> Fields:
+    made = llama(draw) | draw.some(
+        embedding_multiplier=(0.5, 12.0),
+        residual_multiplier=(0.22, 1.5),
+        logits_scaling=(0.5, 8.0),
+    )
+    made.pop("head_dim", None)
+    return made | {"attention_multiplier": draw.one(0.1, 0.3)}
+
+
+def glm(draw: Draw) -> Fields:
+    made = shape(draw) | {"head_dim": draw.one(16, 32), "pad_token_id": 0}
+    made |= draw.some(attention_bias=(True, False))
+    return made | rope(draw, dim_of(made), "default", "linear", partial=(0.5, 0.25, 1.0))
+
+
+def qwen2_moe(draw: Draw) -> Fields:
+    made = shape(draw) | experts(draw, "num_experts")
+    made |= {"shared_expert_intermediate_size": draw.one(32, 48)}
+    made |= draw.some(qkv_bias=(True, False), mlp_only_layers=([], [0]))
+    return made | rope(draw, dim_of(made))
+
+
+def lfm2_moe(draw: Draw) -> Fields:
+    made = lfm2(draw) | experts(draw, "num_experts")
+    for key in ("block_auto_adjust_ff_dim", "block_multiple_of"):
+        made.pop(key, None)
+    made |= draw.some(use_expert_bias=(True, False), routed_scaling_factor=(1.7,))
+    return made | {"num_dense_layers": draw.one(0, 1)}
+
+
+def qwen2_vl(draw: Draw) -> Fields:
+    made = shape(draw) | {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
+    spec = {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": draw.one(1e4, 1e6)}
+    return made | draw.one({"rope_parameters": spec}, {"rope_parameters": {**spec, "factor": 1.0}})
+
+
+def qwen3_vl(draw: Draw) -> Fields:
+    made = qwen2_vl(draw) | draw.some(attention_bias=(True, False), head_dim=(16, 32))
+    made["rope_parameters"]["mrope_section"] = [dim_of(made, 128) // 2 - 6, 3, 3]
+    return made
+
+
 T: Any = transformers
 FAMILIES: dict[str, tuple[Any, Callable[[Draw], Fields]]] = {
     "llama": (T.LlamaConfig, llama),
@@ -444,6 +487,14 @@ FAMILIES: dict[str, tuple[Any, Callable[[Draw], Fields]]] = {
     "ministral3": (T.Ministral3Config, ministral3),
     "mistral4": (T.Mistral4Config, mistral4),
     "seed-oss": (T.SeedOssConfig, seed_oss),
+    "granite": (T.GraniteConfig, granite),
+    "glm": (T.GlmConfig, glm),
+    "glm4": (T.Glm4Config, glm),
+    "qwen2-moe": (T.Qwen2MoeConfig, qwen2_moe),
+    "qwen2-vl": (T.Qwen2VLConfig, qwen2_vl),
+    "qwen2.5-vl": (T.Qwen2_5_VLConfig, qwen2_vl),
+    "qwen3-vl": (T.Qwen3VLConfig, qwen3_vl),
+    "lfm2-moe": (T.Lfm2MoeConfig, lfm2_moe),
     "falcon-h1": (T.FalconH1Config, falcon_h1),
     "kimi-linear": (T.KimiLinearConfig, kimi_linear),
     "lfm2": (T.Lfm2Config, lfm2),
@@ -457,7 +508,7 @@ FAMILIES: dict[str, tuple[Any, Callable[[Draw], Fields]]] = {
 @dataclass(slots=True)
 class Outcome:
     compared: int = 0
-    worst: float = 0.0  # of a logit
+    worst: float = 0.0  # difference of a logit
     refused: Counter[str] = field(default_factory=Counter)
     impossible: Counter[str] = field(default_factory=Counter)  # to transformers
     different: list[str] = field(default_factory=list)

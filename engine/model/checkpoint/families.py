@@ -24,6 +24,7 @@ from kvrelay.engine.model.checkpoint.fields import (
 )
 from kvrelay.engine.model.checkpoint.gemma import gemma2, gemma3
 from kvrelay.engine.model.checkpoint.gemma4 import gemma4
+from kvrelay.engine.model.checkpoint.granite import granite
 from kvrelay.engine.model.checkpoint.llama4 import llama4
 from kvrelay.engine.model.checkpoint.mimo import mimo_v2
 from kvrelay.engine.model.checkpoint.mistral import read_raw
@@ -35,6 +36,7 @@ from kvrelay.engine.model.checkpoint.rope import (
     query_growth,
     read_rope,
     rope_spec,
+    text_positions,
     yarn_mscale,
 )
 from kvrelay.engine.model.checkpoint.windows import every_layer, optional_window, windows_of
@@ -166,6 +168,20 @@ def _qwen3(raw: Raw) -> ModelConfig:
     return base(raw, qk_norm=True, windows=_qwen_windows(raw), **biases(raw))
 
 
+def _glm(raw: Raw, **changes: Any) -> ModelConfig:
+    raw = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, **raw}
+    has_bias = bool(raw.get("attention_bias", True))
+    return base(raw, attention_bias=has_bias, interleaved=True, **changes)
+
+
+def _qwen2_vl(raw: Raw) -> ModelConfig:
+    return _qwen2({"rope_theta": 1e6, "rms_norm_eps": 1e-5, **text_positions(raw)})
+
+
+def _qwen3_vl(raw: Raw) -> ModelConfig:
+    return _qwen3({"rope_theta": 5e5, **text_positions(raw)})
+
+
 def _smollm3(raw: Raw) -> ModelConfig:
     raw = {"tie_word_embeddings": True, **raw}
     layers, every = count(raw, "num_hidden_layers"), count(raw, "no_rope_layer_interval", 4)
@@ -292,6 +308,18 @@ def _qwen_experts(raw: Raw, **changes: Any) -> Experts:
     return _checked(experts)
 
 
+def _qwen2_moe(raw: Raw) -> ModelConfig:
+    sizes = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+    raw = {"shared_expert_intermediate_size": 5632, **sizes, **raw}
+    shared = count(raw, "shared_expert_intermediate_size")
+    return base(
+        raw,
+        attention_bias=bool(raw.get("qkv_bias", True)),
+        windows=_qwen_windows(raw),
+        experts=_qwen_experts(raw, shared_size=shared, shared_gate=True),
+    )
+
+
 def _qwen3_moe(raw: Raw) -> ModelConfig:
     windows = windows_of(raw, optional_window(raw), every_layer)
     return base(raw, qk_norm=True, windows=windows, experts=_qwen_experts(raw), **biases(raw))
@@ -328,6 +356,21 @@ def _lfm2(raw: Raw) -> ModelConfig:
     changes = hybrid.lfm2(raw)
     ropes = (read_rope(raw, head_dim_of(raw), 1e6),)
     return base({**raw, "intermediate_size": changes["intermediate_size"]}, ropes=ropes, **changes)
+
+
+def _lfm2_moe(raw: Raw) -> ModelConfig:
+    raw = {"intermediate_size": 7168, "block_auto_adjust_ff_dim": False, **raw}
+    experts = Experts(
+        num_experts=count(raw, "num_experts", 32),
+        num_per_token=count(raw, "num_experts_per_tok", 4),
+        intermediate_size=count(raw, "moe_intermediate_size", 1792),
+        normalize=bool(raw.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        scale=number(raw, "routed_scaling_factor", 1.0),
+        has_bias=bool(raw.get("use_expert_bias", True)),
+        first_layer=raw.get("num_dense_layers", 2),
+    )
+    return replace(_lfm2(raw), experts=_checked(experts))
 
 
 def _deepseek(raw: Raw, experts: Experts, interleaved: bool) -> ModelConfig:
@@ -469,8 +512,10 @@ def _mistral4(raw: Raw) -> ModelConfig:
 
 def _text_of(raw: Raw) -> ModelConfig:
     """The language model of a multimodal checkpoint: it is served with text alone."""
-    text: Raw = raw["text_config"]
-    kind = text.get("model_type") or TEXT_KINDS[raw["architectures"][0]]
+    named = raw["architectures"][0]
+    is_flat = named in FLAT and "text_config" not in raw
+    text: Raw = {**raw, "model_type": TEXT_KINDS[named]} if is_flat else raw["text_config"]
+    kind = text.get("model_type") or TEXT_KINDS[named]
     if kind not in TEXT_MODELS:
         known = ", ".join(TEXT_MODELS)
         raise ModelError(f"config.json: text_config is of {kind}; supported: {known}")
@@ -513,7 +558,10 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "GlmForCausalLM": _glm,
+    "Glm4ForCausalLM": lambda raw: _glm(raw, sandwich_norms=True),
     "GptOssForCausalLM": _gpt_oss,
+    "GraniteForCausalLM": lambda raw: base(**granite(raw)),
     "Llama4ForCausalLM": lambda raw: base(**llama4(raw)),
     "Llama4ForConditionalGeneration": _text_of,
     "KimiK25ForConditionalGeneration": _text_of,
@@ -526,7 +574,12 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Mistral4ForCausalLM": _mistral4,
     "FalconH1ForCausalLM": _falcon_h1,
     "Lfm2ForCausalLM": _lfm2,
+    "Lfm2MoeForCausalLM": _lfm2_moe,
     "NemotronHForCausalLM": lambda raw: base(**nemotron_h(raw)),
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen2VLForConditionalGeneration": _text_of,
+    "Qwen2_5_VLForConditionalGeneration": _text_of,
+    "Qwen3VLForConditionalGeneration": _text_of,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _text_of,
@@ -543,7 +596,12 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "ministral3": _ministral3,
     "mistral": _mistral,
     "mistral4": _mistral4,
+    "qwen2_vl_text": _qwen2_vl,
+    "qwen2_5_vl_text": _qwen2_vl,
+    "qwen3_vl_text": _qwen3_vl,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
 }
 """The language model within another, by the `model_type` of its text_config."""
+FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+"""Whose first files have the keys of the language model among those of the whole."""

@@ -57,6 +57,8 @@ def gemma4(raw: Mapping[str, Any]) -> dict[str, Any]:
     dims = {kind: each.key_dim for each, kind in zip(heads, kinds, strict=True)}
     ropes = [read_rope(raw, dims.get(kind, dims[FULL]), 1e4, kind) for kind in (FULL, SLIDING)]
     shared = raw.get("num_kv_shared_layers") or 0
+    if shared and raw.get("use_double_wide_mlp") and raw.get("enable_moe_block"):
+        raise ModelError("config.json: use_double_wide_mlp with enable_moe_block is not supported")
     return {
         "raw": raw,
         **layer_heads(heads),

@@ -265,9 +265,8 @@ class Layer:
         else:
             qkv = self._stacked("self_attn.qkv_proj", parts)
         if c.interleaved or self._checkpoint.is_interleaved:
-            both, values = qkv.split((queries + keys, keys))
-            both = deinterleaved(both, c.num_heads + c.num_kv_heads, c.head_dim)
-            qkv = torch.cat((both, values))
+            qkv = self._halved(qkv, keys)
+            qkv_bias = None if qkv_bias is None else self._halved(qkv_bias[:, None], keys)[:, 0]
         if c.value_scale != 1.0:
             qkv = torch.cat((qkv[: queries + keys], qkv[queries + keys :] * c.value_scale))
         out = self._get("self_attn.o_proj.weight", c.hidden_size, c.num_heads * kv.value_dim)
@@ -281,6 +280,15 @@ class Layer:
             sinks=self._ops.vector(self._get("self_attn.sinks", c.num_heads)) if sinks else None,
             gate=gate,
         )
+
+    def _halved(self, qkv: torch.Tensor, keys: int) -> torch.Tensor:
+        """Rotated rows of queries and keys, stored in pairs, as halves."""
+        c = self._config
+        heads = qkv[:-keys].view(c.num_heads + c.num_kv_heads, c.head_dim, -1)
+        size = 2 * c.rotated_half(self._index)
+        turned, rest = heads.split((size, c.head_dim - size), dim=1)
+        both = torch.cat((turned[:, 0::2], turned[:, 1::2], rest), dim=1)
+        return torch.cat((both.flatten(0, 1), qkv[-keys:]))
 
     def _qk_norm(self, name: str, width: int) -> torch.Tensor | None:
         c = self._config
@@ -328,6 +336,8 @@ class Layer:
             prefix, parts = "block_sparse_moe.", ("w1", "w3", "w2")
             if not self._has(prefix + bias_name):
                 bias_name = "e_score_correction_bias"
+        if self._has("feed_forward.gate.weight"):  # LFM2
+            prefix, parts, bias_name = "feed_forward.", ("w1", "w3", "w2"), "expert_bias"
         number, width = experts.num_experts, experts.intermediate_size
         router = self._get(prefix + "gate.weight", number, c.hidden_size)
         bias = None

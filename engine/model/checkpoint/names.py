@@ -56,6 +56,12 @@ NEMOTRON_H: Renames = (
     (".mlp.", ".mixer."),
 )
 
+GLM4: Renames = (
+    (".post_attention_layernorm.", ".post_self_attn_layernorm."),
+    (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
+    (".post_feedforward_layernorm.", ".post_mlp_layernorm."),
+)
+
 MIMO: Renames = ((".self_attn.sinks", ".self_attn.attention_sink_bias"),)
 
 
@@ -67,6 +73,8 @@ def renames_of(names: Collection[str]) -> Renames:
         return NEMOTRON_H
     if any(".feed_forward.router." in name for name in names):
         return LLAMA4
+    if any(name.endswith(".post_mlp_layernorm.weight") for name in names):
+        return GLM4
     if any(name.endswith(".attention_sink_bias") for name in names):
         return MIMO
     return ()
@@ -85,6 +93,9 @@ TEXT_KINDS = {
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }

@@ -199,7 +199,7 @@ def _awq(raw: Raw) -> Group:
 def _gptq(raw: Raw) -> Quantized:
     layout = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     _one_of("checkpoint_format", layout, ("gptq", "gptq_v2"))
-    # Of its rules, the first whose pattern matches counts; "-:" takes modules out.
+    # The first rule whose pattern matches counts; "-:" takes modules out.
     rules = [(str(key), each or {}) for key, each in (raw.get("dynamic") or {}).items()]
     groups = [
         Group("re:" + rule[2:], bits=0)

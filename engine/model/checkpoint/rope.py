@@ -50,6 +50,16 @@ def rope_spec(raw: Mapping[str, Any], layer_type: str = "") -> Mapping[str, Any]
     return {**(raw.get("rope_scaling") or {}), **newer}
 
 
+def text_positions(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What rotates by a position in time, height and width (mrope), for texts alone: there the
+    three are one."""
+    spec = dict(rope_spec(raw))
+    if spec.get("rope_type", spec.get("type")) != "mrope":
+        return raw
+    spec = {key: value for key, value in spec.items() if key not in ("type", "mrope_section")}
+    return {**raw, "rope_scaling": None, "rope_parameters": {**spec, "rope_type": "default"}}
+
+
 def query_growth(raw: Mapping[str, Any]) -> dict[str, Any]:
     """How queries grow with their position, as Llama 4, Ministral 3 and Mistral 4 were trained."""
     spec = rope_spec(raw)

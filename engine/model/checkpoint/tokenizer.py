@@ -1,9 +1,9 @@
 """The tokenizer of a checkpoint, in the format of tokenizer.json (library: `tokenizers`).
 
 Most checkpoints have that file. Moonshot's (Kimi, Moonlight) have `tiktoken.model` instead: byte
-strings in the order of their ranks, for a byte-level BPE whose pattern and reserved ids stand in
-the code beside it. Mistral's have `tekken.json`, which states all that. Each becomes the same thing
-here.
+strings in the order in which they are merged, for a byte-level BPE whose pattern and reserved ids
+stand in the code beside it. Mistral's have `tekken.json`, which states all that. Each becomes the
+same thing here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE, TIKTOKEN_FILE, TEKKEN_FILE = "tokenizer.json", "tiktoken.model", "tekken.j
 FILES = (FILE, TIKTOKEN_FILE, TEKKEN_FILE)
 CONFIG_FILE = "tokenizer_config.json"
 MOONSHOT = "TikTokenTokenizer"  # how its files name the class
-RESERVED_IDS = 256  # behind the ranks: control tokens, most of them without a name
+RESERVED_IDS = 256  # behind them: control tokens, most of them without a name
 
 # Moonshot's pattern: runs of Han characters, words of other letters with what is behind an
 # apostrophe, up to three digits, punctuation, and white space.
@@ -81,8 +81,8 @@ def _from_tiktoken(model_dir: Path, stated: Mapping[str, Any]) -> dict[str, Any]
         raise ModelError(
             f"{path} is of a tokenizer {named}, whose pattern is not known; known: {MOONSHOT}"
         )
-    ranks = _read_ranks(path)
-    base, added = len(ranks), stated.get("added_tokens_decoder") or {}
+    vocabulary = _read_vocabulary(path)
+    base, added = len(vocabulary), stated.get("added_tokens_decoder") or {}
     names = {int(token): entry for token, entry in added.items()}
     outside = [token for token in names if not base <= token < base + RESERVED_IDS]
     if outside:
@@ -91,11 +91,11 @@ def _from_tiktoken(model_dir: Path, stated: Mapping[str, Any]) -> dict[str, Any]
             f" ids behind the {base} of {TIKTOKEN_FILE}"
         )
     tokens = [_added(token, names.get(token, {})) for token in range(base, base + RESERVED_IDS)]
-    return _byte_level(path, ranks, tokens, PATTERN)
+    return _byte_level(path, vocabulary, tokens, PATTERN)
 
 
 def _from_tekken(path: Path) -> dict[str, Any]:
-    """Control tokens come first, then as many of the ranks as the vocabulary has room for. Texts
+    """Control tokens come first, then as many texts as the vocabulary has room for. Prompts
     begin with BOS, as in Mistral's own code."""
     raw = read_json(path)
     try:
@@ -104,8 +104,8 @@ def _from_tekken(path: Path) -> dict[str, Any]:
         named = {each["rank"]: each["token_str"] for each in raw["special_tokens"]}
         tokens = [_added(at, {"content": named.get(at, f"<SPECIAL_{at}>")}) for at in range(first)]
         texts = [b64decode(each["token_bytes"]) for each in raw["vocab"][: size - first]]
-        ranks = {text: first + rank for rank, text in enumerate(texts)}
-        state = _byte_level(path, ranks, tokens, config["pattern"])
+        vocabulary = {text: first + rank for rank, text in enumerate(texts)}
+        state = _byte_level(path, vocabulary, tokens, config["pattern"])
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} is not understood: {error!r}") from error
     _set_special(state, "<s>", wanted=True, at_start=True)
@@ -113,16 +113,16 @@ def _from_tekken(path: Path) -> dict[str, Any]:
 
 
 def _byte_level(
-    path: Path, ranks: Mapping[bytes, int], tokens: list[dict[str, Any]], pattern: str
+    path: Path, vocabulary: Mapping[bytes, int], tokens: list[dict[str, Any]], pattern: str
 ) -> dict[str, Any]:
-    """A byte-level BPE in which a text that is a token is not merged. ranks: in the order in which
-    they are merged, and their ids. tokens: added ones. Raises ModelError."""
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    """A byte-level BPE in which a text that is a token is not merged. vocabulary: in the order of
+    their merges, with their ids. tokens: added ones. Raises ModelError."""
+    missing = [byte for byte in range(256) if bytes([byte]) not in vocabulary]
     if missing:
-        raise ModelError(f"{path} has no token of byte {missing[0]} among its {len(ranks)}")
-    spelled = {token: "".join(map(BYTE_CHARS.__getitem__, token)) for token in ranks}
+        raise ModelError(f"{path} has no token of byte {missing[0]} among its {len(vocabulary)}")
+    spelled = {token: "".join(map(BYTE_CHARS.__getitem__, token)) for token in vocabulary}
     texts = {*spelled.values(), *(each["content"] for each in tokens)}
-    if len(texts) < len(ranks) + len(tokens):
+    if len(texts) < len(vocabulary) + len(tokens):
         raise ModelError(f"{path}: two tokens have the same name")
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -148,9 +148,11 @@ def _byte_level(
             "byte_fallback": False,
             "ignore_merges": True,
             # An added token of an id before them is in the vocabulary, or has another id.
-            "vocab": {each["content"]: each["id"] for each in tokens if each["id"] < len(ranks)}
-            | {spelled[token]: number for token, number in ranks.items()},
-            "merges": [[spelled[left], spelled[right]] for left, right in _merges(ranks)],
+            "vocab": {
+                each["content"]: each["id"] for each in tokens if each["id"] < len(vocabulary)
+            }
+            | {spelled[token]: number for token, number in vocabulary.items()},
+            "merges": [[spelled[left], spelled[right]] for left, right in _merges(vocabulary)],
         },
     }
 
@@ -162,8 +164,8 @@ def _added(token: int, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": token, "content": content, **flags, "normalized": False, "special": special}
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Byte strings in the order of their ranks, which are 0, 1, ... Raises ModelError."""
+def _read_vocabulary(path: Path) -> dict[bytes, int]:
+    """Byte strings by their ranks, which are 0, 1, ... Raises ModelError."""
     found: dict[bytes, int] = {}
     try:
         for number, line in enumerate(path.read_bytes().splitlines()):
@@ -176,11 +178,12 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     return found
 
 
-def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+def _merges(vocabulary: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Pairs of tokens that make a token, in the order in which they are merged: any two neighbours
     that make the token of the lowest rank, the first of these in the text."""
-    for token in ranks:
-        cuts = (c for c in range(1, len(token)) if token[:c] in ranks and token[c:] in ranks)
+    for token in vocabulary:
+        every = range(1, len(token))
+        cuts = (c for c in every if token[:c] in vocabulary and token[c:] in vocabulary)
         # Where two of a token overlap, as in x y x, the first is x + y: bytes come again in the
         # token after len(x) of them.
         first: list[int] = []

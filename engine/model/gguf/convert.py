@@ -111,7 +111,7 @@ def _config_of(source: GGUFFile) -> dict[str, Any]:
     if arch not in ARCHITECTURES:
         raise ModelError(
             f"{source.path}: GGUF architecture {arch} is not supported; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"supported: {', '.join(ARCHITECTURES)}. Serve the model's checkpoint in safetensors"
         )
     meta = _Metadata(source, arch)
     if "token_embd.weight" not in source.tensors:

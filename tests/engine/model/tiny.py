@@ -59,6 +59,7 @@ LONGROPE = {
     **rope("longrope", short_factor=[1.0, 1.1, 1.2, 1.5], long_factor=[1.0, 2.0, 4.0, 8.0]),
     "partial_rotary_factor": 0.5,
 }
+MROPE = rope("default", mrope_section=[4, 2, 2])
 PHI3 = {"pad_token_id": 0}
 EXPERTS = {
     "n_routed_experts": 8,
@@ -194,6 +195,17 @@ HYBRID = {  # families with recurrent layers
         transformers.Lfm2Config,
         {"block_multiple_of": 32, "full_attn_idxs": [2], "conv_bias": True, "conv_L_cache": 4},
     ),
+    "lfm2-moe": (
+        transformers.Lfm2MoeConfig,
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "nemotron-h": (
         transformers.NemotronHConfig,
         {
@@ -233,6 +245,21 @@ FAMILIES = {
     **HYBRID,
     "llama": (transformers.LlamaConfig, {}),
     "llama3": (transformers.LlamaConfig, LLAMA3),
+    "granite": (
+        transformers.GraniteConfig,
+        {
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "glm": (transformers.GlmConfig, {"head_dim": 32, "pad_token_id": 0}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 32, "pad_token_id": 0}),
+    "qwen2-vl-part": (transformers.Qwen2VLConfig, MROPE),
+    "qwen2.5-vl-part": (transformers.Qwen2_5_VLConfig, MROPE),
+    "qwen3-vl-part": (transformers.Qwen3VLConfig, {"head_dim": 32, **MROPE}),
     "linear": (
         transformers.LlamaConfig,
         {**rope("linear", factor=4.0), "attention_bias": True},
@@ -268,6 +295,10 @@ FAMILIES = {
     "gemma4-inputs": (transformers.Gemma4TextConfig, {**GEMMA4, **GEMMA4_INPUTS}),
     "gemma4-sparse": (transformers.Gemma4TextConfig, {**GEMMA4, **GEMMA4_SPARSE}),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, "sliding_window": WINDOW}),
+    "qwen2-moe": (
+        transformers.Qwen2MoeConfig,
+        {**SPARSE, "mlp_only_layers": [0], "norm_topk_prob": False},
+    ),
     "qwen3-moe": (
         transformers.Qwen3MoeConfig,
         {
@@ -351,6 +382,9 @@ PARTS = {  # models of which the language model is a part, and what its config.j
         transformers.Mistral3ForConditionalGeneration,
         {"model_type": "ministral3"},
     ),
+    transformers.Qwen2VLConfig: (transformers.Qwen2VLForConditionalGeneration, {}),
+    transformers.Qwen2_5_VLConfig: (transformers.Qwen2_5_VLForConditionalGeneration, {}),
+    transformers.Qwen3VLConfig: (transformers.Qwen3VLForConditionalGeneration, {}),
     transformers.Qwen3_5Config: (transformers.Qwen3_5ForConditionalGeneration, {}),
 }
 
@@ -381,6 +415,7 @@ def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn
     if kind in PARTS:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
         vision = {**sizes, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+        vision |= {"depth": 1, "num_heads": 2, "embed_dim": 16, "deepstack_visual_indexes": [0]}
         whole, text = PARTS[kind]
         text = text | fields
         tied = text.get("tie_word_embeddings", kind is transformers.Gemma3Config)
@@ -406,7 +441,7 @@ def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn
             if name.endswith("gate.weight") or "experts." in name:  # nor all alike
                 parameter.copy_(torch.randn_like(parameter) * SHAPE["initializer_range"])
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)

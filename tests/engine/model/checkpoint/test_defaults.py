@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.engine.model.checkpoint.families import parse
 from tests.docs.families import architecture_of
-from tests.engine.model.tiny import SHAPE, VOCAB
+from tests.engine.model.tiny import PARTS, SHAPE, VOCAB
 from tests.fuzz.families import FAMILIES
 
 STATED = {  # by every file
@@ -31,7 +31,7 @@ ALSO_STATED: dict[str, dict[str, Any]] = {
 }
 # Weights that draft, which a checkpoint of transformers does not have.
 NOT_COMPARED = {"num_mtp_layers"}
-WHOLE = [family for family in FAMILIES if family != "kimi-k25"]  # others are parts
+WHOLE = [family for family, (kind, _) in FAMILIES.items() if kind not in PARTS]
 
 
 @pytest.mark.parametrize("family", WHOLE)

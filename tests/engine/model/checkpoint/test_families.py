@@ -267,6 +267,16 @@ def test_deepseeks_choice_of_experts_by_groups(read):
         (GEMMA4, {"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input 7 is not"),
         (GEMMA4, {"layer_types": ["chunked"] * 4}, "of 4 layers are not supported"),
         (
+            GEMMA4,
+            {
+                "num_kv_shared_layers": 1,
+                "use_double_wide_mlp": True,
+                "enable_moe_block": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            "use_double_wide_mlp with enable_moe_block is not supported",
+        ),
+        (
             "Mistral3ForConditionalGeneration",
             {"text_config": {"model_type": "llama"}},
             "text_config is of llama; supported: deepseek_v3, gemma3_text",
@@ -299,6 +309,18 @@ def test_a_part_may_be_quantized_by_itself(tmp_path):
     found = quantization_of(tmp_path, raw)
     assert found is not None
     assert (found.method, found.groups[0].bits) == ("gptq", 3)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_texts_of_a_vision_model_rotate_by_one_position(read, is_flat):
+    """Qwen2.5-VL's first files have all keys on one level."""
+    scaling = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    text = {**BASE, "rope_theta": 1e6, "rope_scaling": scaling}
+    fields = text if is_flat else {"text_config": {**text, "model_type": "qwen2_5_vl_text"}}
+    config = read("Qwen2_5_VLForConditionalGeneration", model_type="qwen2_5_vl", **fields)
+    assert config.ropes == (Rope(1e6, 16),)
+    assert config.attention_bias
+    assert config.windows == ()
 
 
 def test_queries_grow_where_the_file_says_so(read):
