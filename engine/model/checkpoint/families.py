@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.model.checkpoint import hybrid
+from kvrelay.engine.model.checkpoint import hybrid, sparse
 from kvrelay.engine.model.checkpoint.fields import count, ids, number, read_json, refuse
 from kvrelay.engine.model.checkpoint.gemma4 import gemma4
 from kvrelay.engine.model.checkpoint.llama4 import llama4
@@ -562,8 +562,10 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "DeepseekV32ForCausalLM": lambda raw: sparse.deepseek_v32(raw, _deepseek_v3),
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "GlmMoeDsaForCausalLM": lambda raw: sparse.glm_moe_dsa(raw, _deepseek_v3),
     "GptOssForCausalLM": _gpt_oss,
     "Llama4ForCausalLM": lambda raw: base(**llama4(raw)),
     "Llama4ForConditionalGeneration": _text_of,
