@@ -506,6 +506,9 @@ class ModelConfig:
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
             total += self._count(self.attends) * up
+        if (indexer := self.indexer) is not None:
+            each = self.hidden_size * indexer.num_heads + 2 * indexer.head_dim
+            total += self._count(indexer.scores_in) * each
         if self.recurrent is not None:
             total += self.layer_kinds.count(self.recurrent.kind) * self.recurrent.num_float32
         return total

@@ -29,7 +29,6 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
 INDEX_EPS = 1e-6  # of the norm of an indexer's keys; no file states it
 GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are corrected
 

@@ -11,16 +11,11 @@ import torch.nn.functional as F
 from kvrelay.engine.model import fp8
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ALL_BUT_FIRST, ModelConfig
-from kvrelay.engine.model.ops import (
-    MAX_SCORES,
-    TensorOps,
-    choose_experts,
-    highest,
-    kv_planes,
-)
+from kvrelay.engine.model.ops import TensorOps, choose_experts, highest, kv_planes
 from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
 
 SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
+MAX_SCORES = 1 << 24  # held at once where scores are computed one by one
 
 Matrix = tuple[torch.Tensor, torch.Tensor | None, int]
 """Values, bias, and of how many bits the weights are, as inputs are rounded by; 0: as they are."""

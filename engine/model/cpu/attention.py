@@ -318,6 +318,12 @@ class CpuAttention:
         attention, pool = self.described(layer)[1], self.described_index(layer)[1]
         self._lib.kvr_select(attention, queries.data_ptr(), weights.data_ptr(), pool)
 
+    def keep_selected(self, rows: torch.Tensor) -> None:
+        """What these rows of the batch attend to, for a batch of them alone. `rows`: ascending."""
+        if self._selection is not None:
+            selected = self.selected(len(self._selected) // self._selection.topk)
+            selected[: len(rows)] = selected[rows]
+
     def selected(self, num_tokens: int) -> torch.Tensor:
         """As `CpuOps.selected`."""
         assert self._selection is not None

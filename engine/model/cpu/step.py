@@ -117,8 +117,7 @@ class CpuStep:
         whole = len(batch.sample_rows) == rows
         assert self._layers is not None
         last = self._config.last_kv_layer
-        # States follow from all rows, and what is chosen is known by rows of the whole step.
-        if whole or self._layers[last].recurrent.project.rows or self._config.indexer:
+        if whole or self._layers[last].recurrent.project.rows:  # states follow from all rows
             self._run(range(count))
             return hidden if whole else hidden.index_select(0, batch.sample_rows)
         self._run(range(last))
@@ -152,6 +151,7 @@ class CpuStep:
         width = layer.qkv.rows or qkv.shape[1]  # this layer's; those with latents are all alike
         queries = qkv.view(-1)[: step.rows * width].view(-1, width)
         queries = queries.index_select(0, batch.sample_rows)
+        self._attention.keep_selected(batch.sample_rows)
         batch = batch.sampled()
         self._attention.begin(batch)
         self._lib.kvr_attention(layer.attention, queries.data_ptr(), step.attended, layer.pool)

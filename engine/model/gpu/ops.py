@@ -36,13 +36,7 @@ from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.staging import to_device
-from kvrelay.engine.model.ops import (
-    MAX_SCORES,
-    TensorOps,
-    choose_experts,
-    highest,
-    kv_planes,
-)
+from kvrelay.engine.model.ops import TensorOps, choose_experts, highest, kv_planes
 from kvrelay.engine.model.quantize import quantize
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.states import StatePool
@@ -50,6 +44,7 @@ from kvrelay.engine.model.weights import RecurrentWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FP8_CAPABILITY = (8, 9)  # for KV in FP8
+SCORED_AT_ONCE = 1 << 22  # scores of positions: some 100 MB with what sorts them
 FULL_ROLES = {"logits"}  # their matrices are not quantized
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias [out]
@@ -261,8 +256,9 @@ class TritonOps(TensorOps):
         longest, num_tokens = max(end for *_, end in batch.spans), len(queries)
         tables = batch.tables_of(self._places[layer][0])
         parts = []
-        for first in range(0, num_tokens, max(1, MAX_SCORES // longest)):
-            rows = slice(first, min(first + max(1, MAX_SCORES // longest), num_tokens))
+        at_once = max(1, SCORED_AT_ONCE // longest)
+        for first in range(0, num_tokens, at_once):
+            rows = slice(first, min(first + at_once, num_tokens))
             where = batch.positions[rows], self._sequences[rows], tables
             scores = index_scores(
                 queries[rows], weights[rows], self._index_pools[layer], *where, longest

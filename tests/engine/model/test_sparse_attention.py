@@ -133,6 +133,7 @@ def test_kernels_choose_what_torch_does(path):
         driver = Driver(path, kind, config)
         driver.feed(("a", LONG[:context]))
         ops = driver.ops
+        ops.begin(driver.batch)
         ops.index_write(queries.clone(), keys.clone(), 0)
         found = ops.select(queries, weights, 0)
         if isinstance(ops, CpuOps):

@@ -547,7 +547,7 @@ class Driver:
         )
         cpu = torch.device("cpu")
         batch = Batch.from_step(Step(0, seqs), limits, cpu, loaded=self._adapters)
-        batch = replace(batch, states=(states,) if states else ())
+        self.batch = batch = replace(batch, states=(states,) if states else ())
         with torch.inference_mode():
             return self._decoder.forward(batch).clone()
 
