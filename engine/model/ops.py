@@ -29,7 +29,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-INDEX_EPS = 1e-6  # of the norm of an indexer's keys; no file states it
+INDEX_EPS = 1e-6  # the norm of an indexer's keys has it; no file states it
 GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are corrected
 
 

@@ -31,7 +31,7 @@ class IndexerWeights:
     queries: Any  # rows of all heads, from the queries' latent
     keys: Any  # from hidden rows
     weights: Any  # router [num_heads, hidden_size]
-    norm: torch.Tensor  # of keys: LayerNorm's weight and bias
+    norm: torch.Tensor  # LayerNorm's weight and bias, for keys
     norm_bias: torch.Tensor
 
 

@@ -30,9 +30,9 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
         "windows": frozenset({T.CPU, T.WINDOWS}),
         "in all": frozenset({T.CPU, T.WINDOWS, T.ONLY_WINDOWS}),
         "MLA": frozenset({T.CPU, T.LATENT}),
-        "sparse": frozenset({T.CPU, T.LATENT, T.SPARSE, T.UNEVEN_KV}),
         "layerwise": frozenset({T.CPU, T.LAYERWISE}),
     },
+    "What tokens attend to": {"sparse": frozenset({T.CPU, T.LATENT, T.SPARSE, T.UNEVEN_KV})},
     "How weights and KV are held": {
         "int8, int4": frozenset({T.CPU, T.QUANTIZED}),
         "FP8 KV": frozenset({T.CPU, T.FP8_KV}),

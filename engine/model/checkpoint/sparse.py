@@ -29,13 +29,13 @@ KINDS = {"F": "full", "full": "full", "S": "shared", "shared": "shared"}
 
 
 def deepseek_v32(raw: Raw, deepseek_v3: DeepseekV3) -> ModelConfig:
-    """Raises ModelError."""
+    """DeepSeek V3 with an indexer in each layer. Raises ModelError."""
     raw = {"index_n_heads": 64, "indexer_rope_interleave": False, **raw}
     return _with_indexer(_with_dense_layers(raw), deepseek_v3, ())
 
 
 def glm_moe_dsa(raw: Raw, deepseek_v3: DeepseekV3) -> ModelConfig:
-    """Raises ModelError."""
+    """GLM-5: the same, where some layers may have no indexer. Raises ModelError."""
     sizes = {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "index_n_heads": 32}
     others = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5}
     raw = {**sizes, **others, "indexer_rope_interleave": True, **raw}

@@ -296,7 +296,7 @@ class CpuAttention:
         )
 
     def write_index(self, queries: torch.Tensor | None, keys: torch.Tensor, layer: int) -> None:
-        """As `Ops.index_write`."""
+        """Rotates queries and keys as `Ops.index_write` says, and writes the keys."""
         assert keys.is_contiguous()
         at, pool = self.described_index(layer)
         rope, dim = _Rope.from_buffer_copy(_Rope.from_address(at)), keys.shape[1]
@@ -325,7 +325,7 @@ class CpuAttention:
             selected[: len(rows)] = selected[rows]
 
     def selected(self, num_tokens: int) -> torch.Tensor:
-        """As `CpuOps.selected`."""
+        """Returns what the last `select` chose, as `CpuOps.selected` says."""
         assert self._selection is not None
         topk: int = self._selection.topk
         return self._selected[: num_tokens * topk].view(num_tokens, topk)
@@ -352,7 +352,7 @@ def _check(config: ModelConfig, pool: torch.Tensor, library: Any) -> None:
         dim, value_dim = config.kv_heads(layer).key_dim, config.kv_heads(layer).value_dim
         if dim % width:
             raise KernelsUnavailable(f"head_dim {dim} is not a multiple of {width}")
-        if latent is not None and value_dim % width:  # of index keys
+        if latent is not None and value_dim % width:
             raise KernelsUnavailable(f"index_head_dim {value_dim} is not a multiple of {width}")
         if dim != value_dim and latent is None:
             raise KernelsUnavailable(f"values of {value_dim} and keys of {dim} are not handled")

@@ -317,7 +317,6 @@ class CpuOps:
         return self._linear.linear(x, router)
 
     def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """In place."""
         assert x.is_contiguous()
         at = x.data_ptr(), weight.data_ptr(), bias.data_ptr()
         self._lib.kvr_layer_norm(*at, *x.shape, INDEX_EPS, self._threads)

@@ -13,7 +13,7 @@ import triton.language as tl
 from kvrelay.engine.model.gpu.attention_tile import factor, load_rows, upcast
 from kvrelay.engine.model.gpu.cache_pool import Pool
 
-KEYS, HEADS = 64, 32  # of a tile
+KEYS, HEADS = 64, 32  # a tile has
 
 
 def index_scores(

@@ -38,7 +38,7 @@ def dense(config: ModelConfig) -> ModelConfig:
 
 
 def in_chunks(driver: Driver, name: str, tokens: list[int], size: int) -> torch.Tensor:
-    """Logits after each chunk."""
+    """Returns the logits after each chunk."""
     parts = [tokens[at : at + size] for at in range(0, len(tokens), size)]
     return torch.cat([driver.feed((name, part)) for part in parts])
 

@@ -127,7 +127,7 @@ def test_latent_attention_reads_keys_and_values_from_one_vector(
 
 @pytest.mark.parametrize(("heads", "dim", "kv_fp8"), [(4, 32, False), (40, 24, True)])
 def test_positions_score_as_in_the_reference(heads, dim, kv_fp8):
-    """Of a decode and of a chunk; -inf past the token."""
+    """A decode and a chunk have their scores; past the token they are -inf."""
     case = paged([(1, 100), (3, 70)], 1, dim, dtype=torch.float32, kv_fp8=kv_fp8, planes=1)
     queries = torch.randn(case.num_tokens, heads * dim, device=DEVICE)
     weights = torch.randn(case.num_tokens, heads, device=DEVICE)
