@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.checkpoint.families import parse, read_config
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.ops import CpuOps
+from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import highest
+from tests.engine.model import tiny
 from tests.engine.model.tiny import Driver, low_precision_kind, make_checkpoint, tokens_of
 
 LONG, OTHER = tokens_of(150, seed=1), tokens_of(90, seed=2)
@@ -104,6 +107,14 @@ def test_rounded_products_leave_chunks_alike(path, low_precision):
     assert torch.equal(each[2], each[0])
 
 
+@pytest.mark.parametrize("size", [150, 7])
+def test_kv_in_8_bits_gives_the_logits_of_torch(path, size):
+    """Latents and index keys are widened by their scales where they are gathered and scored."""
+    cpu, torch_ = (Driver(path, kind, fp8=True) for kind in ("cpu", "torch"))
+    got, expected = (in_chunks(driver, "a", LONG, size) for driver in (cpu, torch_))
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=2e-3)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
 def test_one_position_more_or_less_shows(path, kind):
     """The tolerance of comparisons with transformers would not hide a selection that is off."""
@@ -147,6 +158,44 @@ def test_kernels_choose_what_torch_does(path):
         assert len({score for score, _ in pairs}) < len(pairs)
         expected = sorted(at for _, at in pairs[: indexer.topk])
         assert chosen["torch"][row - indexer.topk].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {},
+        {"index_topk_freq": 4},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 3},
+        {"index_topk_pattern": "FSSFFS"},
+        {"indexer_types": ["full", "full", "shared", "shared", "shared", "full"]},
+    ],
+)
+def test_layers_share_selections_by_the_schedule_of_transformers(schedule):
+    fields = {**tiny.SHAPE, **tiny.LATENT, **tiny.INDEXER, "q_lora_rank": 48}
+    fields["num_hidden_layers"] = 6
+    expected = transformers.GlmMoeDsaConfig(**fields, **schedule).indexer_types
+    raw = {**fields, **schedule, "architectures": ["GlmMoeDsaForCausalLM"]}
+    indexer = parse(raw, {}).indexer
+    assert indexer is not None
+    assert [indexer.scores_in(layer) for layer in range(6)] == [e == "full" for e in expected]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"indexer_types": ["shared", "full", "full"]}, "the first one full"),
+        ({"indexer_types": ["full"]}, "one of full and shared is needed for each of 3 layers"),
+        ({"index_topk_pattern": "FXF"}, "indexer_types 'FXF' is not supported"),
+        ({"q_lora_rank": None}, "q_lora_rank None with index_head_dim 32"),
+        ({"index_head_dim": 8}, r"at least qk_rope_head_dim \(16\)"),
+        ({"index_topk": 0}, "index_topk is 0, a positive integer is needed"),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "the first ones may be dense"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(changes, told):
+    raw = {**tiny.SHAPE, **tiny.LATENT, **tiny.INDEXER, "q_lora_rank": 48, **changes}
+    with pytest.raises(ModelError, match=told):
+        parse({**raw, "architectures": ["GlmMoeDsaForCausalLM"]}, {})
 
 
 def test_the_highest_of_any_floats():
