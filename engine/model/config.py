@@ -558,8 +558,9 @@ def with_window(config: ModelConfig, window: int, sinks: int) -> ModelConfig:
         )
     if window == 0:
         return config
-    if config.attention_chunk:
-        raise ModelError(f"a window of {window} positions is not possible with attention chunks")
+    if config.attention_chunk or config.indexer:
+        what = "sparse attention" if config.indexer else "attention chunks"
+        raise ModelError(f"a window of {window} positions is not possible with {what}")
     own = (config.window(layer) for layer in range(config.num_layers))
     return replace(config, windows=tuple(min(w or window, window) for w in own), num_sinks=sinks)
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from kvrelay.engine.model.checkpoint.families import parse, read_config
-from kvrelay.engine.model.config import ModelConfig
+from kvrelay.engine.model.config import ModelConfig, with_window
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import highest
@@ -196,6 +196,11 @@ def test_what_cannot_be_computed_is_refused_by_name(changes, told):
     raw = {**tiny.SHAPE, **tiny.LATENT, **tiny.INDEXER, "q_lora_rank": 48, **changes}
     with pytest.raises(ModelError, match=told):
         parse({**raw, "architectures": ["GlmMoeDsaForCausalLM"]}, {})
+
+
+def test_a_window_on_top_is_refused(path):
+    with pytest.raises(ModelError, match="a window of 40 positions is not possible with sparse"):
+        with_window(read_config(path), 40, 0)
 
 
 def test_the_highest_of_any_floats():
