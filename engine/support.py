@@ -58,6 +58,7 @@ class Trait(StrEnum):
     WINDOWS = "windows"
     ONLY_WINDOWS = "windows in all layers"
     LATENT = "latent attention"
+    SPARSE = "sparse attention"
     LAYERWISE = "layer by layer"
     QUANTIZED = "quantized weights"
     FP8_KV = "KV in 8 bits"
@@ -130,6 +131,7 @@ def model_traits(model: ModelConfig) -> frozenset[Trait]:
         (Trait.WINDOWS, any(model.windows)),
         (Trait.ONLY_WINDOWS, model.kv_groups()[0][0] > 0),
         (Trait.LATENT, model.latent is not None),
+        (Trait.SPARSE, model.indexer is not None),
         (Trait.LAYERWISE, model.is_layerwise),
     )
 
@@ -221,6 +223,7 @@ _OF_DRAFTERS = (
     _no("layers", _ALL_WINDOWS, Trait.ONLY_WINDOWS),
     _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
 )
+_NO_MTP = "MTP layers have no sparse attention yet: n-grams, a head or a model draft"
 _OF_TIERS = _not_copied(How.WITHOUT, "KV stays in vLLM's memory")
 
 RULES: dict[Capability, tuple[No, ...]] = {
@@ -236,6 +239,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
         _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
     ),
     **dict.fromkeys(DRAFTERS, _OF_DRAFTERS),
+    Capability.MTP_DRAFTS: (*_OF_DRAFTERS, _no("layers", _NO_MTP, Trait.SPARSE)),
     Capability.GRAMMARS: (_no("engine", _PARTS, Trait.VLLM, how=How.PART),),
     Capability.REASONING_BUDGET: (_no("engine", _NO_EDITS, Trait.VLLM, Trait.GPU),),
     Capability.EMBEDDINGS: (_no("engine", "vLLM's workers compute no embeddings", Trait.VLLM),),

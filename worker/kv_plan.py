@@ -250,7 +250,9 @@ def _token_lines(model: ModelConfig, info: WorkerInfo) -> list[str]:
         dtype = max(fits, key=sizes.__getitem__)
     layers = [*filter(model.keeps_kv, range(model.num_layers))]
     kinds = Counter((model.kv_window(layer), model.kv_heads(layer)) for layer in layers)
-    planes, size = 1 if model.latent else 2, DTYPE_BYTES[dtype]
+    is_one = model.latent is not None and model.indexer is None
+    planes, size = 1 if is_one else 2, DTYPE_BYTES[dtype]
+    parts = "latent, index key" if model.indexer else "K, V"
     costs = {kind: kind[1].numbers(dtype) * size * planes // 2 for kind in kinds}
     scale = f" + {SCALE_BYTES[dtype]} of scale" if dtype in SCALE_BYTES else ""
     lines = []
@@ -258,7 +260,7 @@ def _token_lines(model: ModelConfig, info: WorkerInfo) -> list[str]:
         dims = {heads.key_dim, heads.value_dim}
         per_head = f"{' and '.join(map(str, sorted(dims)))} head_dim x {size} bytes"
         per_head = f"({per_head}{scale})" if scale else per_head
-        each = f"{'2 (K, V)' if planes > 1 else '1 (latent)'} x {count} layers"
+        each = f"{f'2 ({parts})' if planes > 1 else '1 (latent)'} x {count} layers"
         line = f"{each} x {heads.num_heads} KV heads x {per_head}"
         lines.append(f"{line}, of the last {window:,} tokens" if window else line)
     total = sum(costs[kind] * count for kind, count in kinds.items())

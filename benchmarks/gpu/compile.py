@@ -31,7 +31,8 @@ from kvrelay.engine.model.gpu.attention_prefill import prefill_attention
 from kvrelay.engine.model.gpu.cache_pool import Pool
 from kvrelay.engine.model.gpu.cache_write import latent_write, rope_write
 from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
-from kvrelay.engine.model.gpu.latent import latent_decode, latent_prefill
+from kvrelay.engine.model.gpu.index_scores import index_scores
+from kvrelay.engine.model.gpu.latent import Selected, latent_decode, latent_prefill
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
 from kvrelay.engine.model.gpu.penalties import penalize
@@ -57,7 +58,7 @@ MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # a 
 FP8_FROM = 89  # capability, for KV in FP8
 MAX_SPILLED = 256  # bytes of a thread
 # With tiles of 16 rows it spills nothing, and reads and widens latents four times as often.
-KNOWN = {(90, "latent decode fp8"): 1024}
+KNOWN = {(90, "latent decode fp8"): 1024, (90, "latent sparse fp8"): 1088}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -154,10 +155,25 @@ def latent(kernel: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
     ints, table = torch.empty(4, dtype=torch.int32), torch.empty(4, 32, dtype=torch.int32)
     tail = (ints, ints, ints, table)
     common = {"rank": 512, "scale": 0.1} | options
+    if kernel == "sparse":
+        chosen = Selected(torch.empty(4, 2048, dtype=torch.int32), ints, ints, ints, ints)
+        return lambda: latent_decode(
+            out, queries, pool, 1, *tail, num_splits=8, selected=chosen, **common
+        )
     if kernel == "decode":
         return lambda: latent_decode(out, queries, pool, 1, *tail, num_splits=8, **common)
     tiles = torch.zeros(4, 2, dtype=torch.int32)
     return lambda: latent_prefill(out, queries, pool, 1, tiles, *tail, **common)
+
+
+def scores(dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
+    """The launch of DeepSeek V3.2: 64 index heads of 128."""
+    shape = (2, 1, 1, 1, 16 * 129) if dtype == torch.uint8 else (2, 1, 1, 1, 16, 128)
+    pool = Pool(torch.empty(shape, dtype=dtype), 128)
+    queries, weights = torch.empty(4, 64 * 128).bfloat16(), torch.empty(4, 64)
+    longs, ints = torch.empty(4, dtype=torch.int64), torch.empty(4, dtype=torch.int32)
+    table = torch.empty(4, 512, dtype=torch.int32)
+    return lambda: index_scores(queries, weights, pool, longs, ints, table, 8192)
 
 
 def write(dtype: torch.dtype = torch.bfloat16, norm: bool = False) -> Callable[[], None]:
@@ -270,6 +286,10 @@ CASES = {
     "latent decode bf16": latent("decode"),
     "latent decode fp8": latent("decode", FP8),
     "latent prefill bf16": latent("prefill"),
+    "latent sparse bf16": latent("sparse"),
+    "latent sparse fp8": latent("sparse", FP8),
+    "index scores bf16": scores(),
+    "index scores fp8": scores(FP8),
     "write bf16": write(),
     "write fp8, norm, sinks": write(FP8, norm=True),
     "write latent fp8": write_latent(FP8),

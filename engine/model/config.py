@@ -106,6 +106,23 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """DeepSeek sparse attention (V3.2): a token attends to those `topk` positions up to its own
+    that score highest. A score is the sum over heads of weight * relu(query * key); a position has
+    one key for all heads, which is kept beside its latent."""
+
+    num_heads: int  # index_n_heads
+    head_dim: int  # index_head_dim
+    topk: int  # index_topk
+    interleaved: bool  # rotated rows are stored in pairs, and reordered
+    # Layers that score. Others attend to what the last one before them chose. (): all do.
+    layers: tuple[int, ...] = ()
+
+    def scores_in(self, layer: int) -> bool:
+        return not self.layers or layer in self.layers
+
+
+@dataclass(frozen=True, slots=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2/V3): what is cached of a token is one latent of
     `rank` numbers and one rotated key of `rope_dim`, shared by all heads."""
@@ -117,6 +134,7 @@ class Latent:
     value_dim: int
     interleaved: bool = True  # rotated rows are stored in pairs (GPT-J style), and reordered
     scale: float = 1.0  # multiplies latents before their norms, whose epsilon may be another
+    indexer: Indexer | None = None  # None: attention to all positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +332,10 @@ class ModelConfig:
         return (self.kv_heads(layer).key_dim if rope is None else rope.dim) // 2
 
     @property
+    def indexer(self) -> Indexer | None:
+        return None if self.latent is None else self.latent.indexer
+
+    @property
     def score_scale(self) -> float:
         return self.attention_scale or self.head_dim**-0.5
 
@@ -486,6 +508,9 @@ class ModelConfig:
         if (latent := self.latent) is not None:
             up = self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
             total += self._count(self.attends) * up
+        if (indexer := self.indexer) is not None:
+            each = self.hidden_size * indexer.num_heads + 2 * indexer.head_dim
+            total += self._count(indexer.scores_in) * each
         if self.recurrent is not None:
             total += self.layer_kinds.count(self.recurrent.kind) * self.recurrent.num_float32
         return total
@@ -518,6 +543,9 @@ class ModelConfig:
         total = (self.hidden_size + 1) * q_rank + queries * (q_rank or self.hidden_size)
         total += self.hidden_size * self.head_dim + latent.rank
         total += self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
+        if (indexer := latent.indexer) is not None and indexer.scores_in(layer):
+            total += self.hidden_size * (indexer.num_heads + indexer.head_dim)
+            total += q_rank * indexer.num_heads * indexer.head_dim + 2 * indexer.head_dim
         return total + self.hidden_size * self.num_heads * latent.value_dim
 
 
@@ -532,8 +560,9 @@ def with_window(config: ModelConfig, window: int, sinks: int) -> ModelConfig:
         )
     if window == 0:
         return config
-    if config.attention_chunk:
-        raise ModelError(f"a window of {window} positions is not possible with attention chunks")
+    if config.attention_chunk or config.indexer:
+        what = "sparse attention" if config.indexer else "attention chunks"
+        raise ModelError(f"a window of {window} positions is not possible with {what}")
     own = (config.window(layer) for layer in range(config.num_layers))
     return replace(config, windows=tuple(min(w or window, window) for w in own), num_sinks=sinks)
 

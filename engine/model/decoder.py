@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -33,6 +34,8 @@ class Decoder:
         self._growth: torch.Tensor | None = None  # what this step's queries grow by, [N, 1]
         self._inputs: torch.Tensor | None = None  # [num_layers, N, layer_inputs]
         self._terms: tuple[TermRows, ...] = ()  # in this step
+        self._selects = False  # some context of this step is longer than what tokens attend to
+        self._selected: Any = None  # positions that the last layer with an indexer chose
         self._captures: tuple[int, ...] = ()  # layers
         # Their outputs for all rows of the last batch, each [N, hidden_size].
         self.captured: list[torch.Tensor] = []
@@ -63,6 +66,8 @@ class Decoder:
         ops, weights = self._ops, self._weights
         ops.begin(batch)
         self._terms, self._growth = batch.terms, self._growth_of(batch)
+        indexer, self._selected = self._config.indexer, None
+        self._selects = indexer is not None and any(end > indexer.topk for *_, end in batch.spans)
         if self._captures:
             hidden = self._pass_all(hidden, batch)
             return ops.rms_norm(hidden.index_select(0, batch.sample_rows), weights.norm)
@@ -194,23 +199,35 @@ class Decoder:
         ops, latent = self._ops, self._config.latent
         assert latent is not None
         compressed = self._linear(x, layer.compress)  # [N, (q_rank) + rank + rope_dim]
+        indexer, index_keys, weights = layer.indexer, None, None
+        if indexer is not None:
+            index_keys = ops.linear(x, indexer.keys)
+            weights = ops.exact_linear(x, indexer.weights) if self._selects else None
         if latent.scale != 1.0:
             compressed[:, : (latent.q_rank or 0) + latent.rank] *= latent.scale
         kv = compressed[:, latent.q_rank or 0 :].contiguous()
         if layer.q_norm is not None:
             x = ops.rms_norm(compressed[:, : latent.q_rank].contiguous(), layer.q_norm)
         queries = self._linear(x, layer.queries)  # [N, num_heads * (nope_dim + rope_dim)]
+        if indexer is not None and index_keys is not None:
+            index_queries = ops.linear(x, indexer.queries) if self._selects else None
+            index_keys = ops.layer_norm(index_keys, indexer.norm, indexer.norm_bias)
+            ops.index_write(index_queries, index_keys, index)
+            if index_queries is not None and weights is not None:
+                self._selected = ops.select(index_queries, weights, index)
         if self._growth is not None:
             queries = queries * self._growth.to(queries.dtype)
         queries = queries.view(len(x), -1, latent.nope_dim + latent.rope_dim)
         kv[:, : latent.rank] = ops.rms_norm(kv[:, : latent.rank].contiguous(), layer.kv_norm)
         q_rope = queries[:, :, latent.nope_dim :].contiguous()
         ops.latent_write(q_rope, kv, index)
-        expanded = ops.expanded_attention(queries, q_rope, layer.key_up, layer.value_up, index)
-        if expanded is not None:
-            return expanded.flatten(1)
+        if self._selected is None:
+            expanded = ops.expanded_attention(queries, q_rope, layer.key_up, layer.value_up, index)
+            if expanded is not None:
+                return expanded.flatten(1)
         absorbed = ops.per_head(queries[:, :, : latent.nope_dim], layer.key_up)
-        attended = ops.latent_attention(torch.cat((absorbed, q_rope), dim=-1), index)
+        both = torch.cat((absorbed, q_rope), dim=-1)
+        attended = ops.latent_attention(both, index, self._selected)
         return ops.per_head(attended, layer.value_up).flatten(1)  # [N, num_heads * value_dim]
 
     def _recur(self, x: torch.Tensor, layer: RecurrentWeights, index: int) -> torch.Tensor:

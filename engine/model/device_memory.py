@@ -43,7 +43,10 @@ def step_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, dtype: str, 
         if config.attends(layer):
             kv, heads = config.kv_heads(layer), config.num_heads
             keys = (heads + 2 * kv.num_heads) * max(kv.key_dim, kv.value_dim)
-            widths.append((keys + heads * kv.value_dim) / ranks)
+            values = kv.value_dim if config.latent is None else config.latent.rank
+            widths.append((keys + heads * values) / ranks)
+            if (indexer := config.indexer) is not None:  # in every rank
+                widths[-1] += indexer.num_heads * indexer.head_dim
         if config.has_mlp(layer):
             widths.append((2 + config.is_gated) * config.mlp_width(layer) / ranks)
         if config.has_experts(layer) and (experts := config.experts) is not None:

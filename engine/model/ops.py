@@ -30,6 +30,7 @@ TORCH_DTYPES = {
     "float16": torch.float16,
 }
 SWISH_ALPHA, SWISH_LIMIT = 1.702, 7.0  # as gpt-oss was trained
+INDEX_EPS = 1e-6  # the norm of an indexer's keys has it; no file states it
 GROUP_BEST = 2  # experts whose scores, added up, rank a group where choices are corrected
 
 
@@ -172,9 +173,32 @@ class Ops(Protocol):
         written to the pool."""
         ...
 
-    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+    def latent_attention(
+        self, queries: torch.Tensor, layer: int, selected: Any = None
+    ) -> torch.Tensor:
         """queries [N, num_heads, rank + rope_dim], the first part projected into the latent's space
-        -> [N, num_heads, rank]: keys are all cached dimensions, values the first `rank`."""
+        -> [N, num_heads, rank]: keys are all cached dimensions, values the first `rank`. selected:
+        of `select`, in this step; None: tokens attend to all positions up to their own."""
+        ...
+
+    def exact_linear(self, x: torch.Tensor, router: Any) -> torch.Tensor:
+        """[n, in] -> float32 [n, out], by what `router` has prepared."""
+        ...
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """LayerNorm of rows, with INDEX_EPS."""
+        ...
+
+    def index_write(self, queries: torch.Tensor | None, keys: torch.Tensor, layer: int) -> None:
+        """Sparse attention. The last `rope_dim` dimensions of each head of queries
+        [N, index heads * dim] and of keys [N, dim] are rotated in place, and keys are written to
+        the pool."""
+        ...
+
+    def select(self, queries: torch.Tensor, weights: torch.Tensor, layer: int) -> Any:
+        """For each token the `topk` positions that score highest, for `latent_attention`: queries
+        as `index_write` left them, weights [N, index heads]. Of equal scores the earlier position
+        counts as higher, so what is chosen does not depend on what else is in the step."""
         ...
 
     def expanded_attention(
@@ -304,6 +328,12 @@ class TensorOps:
     def per_head(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x.transpose(0, 1), heads).transpose(0, 1)
 
+    def exact_linear(self, x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.float(), router)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x.float(), weight.shape, weight, bias, INDEX_EPS).to(x.dtype)
+
     def use_states(self, pool: StatePool) -> None:
         self._states = pool
 
@@ -417,6 +447,15 @@ def choose_experts(
     if experts.scales_inputs:
         x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
     return x, chosen, weights
+
+
+def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the `count` highest of scores [N, K] float32, ascending: [N, count] int64. Of
+    equal ones the first are chosen: a key is a score, in the order of integers, and its place."""
+    bits = (scores + 0.0).view(torch.int32)  # there is one zero
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    before = torch.arange(scores.shape[1], 0, -1, device=scores.device)
+    return (ordered + before).topk(count, sorted=False).indices.sort().values
 
 
 def rope_tables(

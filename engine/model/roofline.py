@@ -152,14 +152,23 @@ def prefill_roofline_s(
     rates: Rates, weights: Weights, config: ModelConfig, num_tokens: int
 ) -> float:
     """How long a prompt of `num_tokens` takes up to its first token."""
-    heads = [config.kv_heads(layer) for layer in range(config.num_layers)]
-    pairs = sum(  # numbers of a query that meet a key, and of values, over all layers
-        (each.key_dim + each.value_dim) * _pairs(num_tokens, config.window(layer))
-        for layer, each in enumerate(heads)
+    attention = 2.0 * sum(
+        _attention(config, layer, num_tokens) for layer in range(config.num_layers)
     )
-    attention = 2.0 * config.num_heads * pairs
     flops = weights.flops(num_tokens, 1) + attention
     return max(weights.num_bytes(num_tokens) / rates.read_bytes_per_s, flops / rates.flops_per_s)
+
+
+def _attention(config: ModelConfig, layer: int, num_tokens: int) -> float:
+    """Numbers of queries that meet a key's, and of values, in a layer."""
+    heads, indexer = config.kv_heads(layer), config.indexer
+    if indexer is None:
+        width, scores = heads.key_dim + heads.value_dim, 0.0
+        pairs = _pairs(num_tokens, config.window(layer))
+    else:  # values are a part of keys, and no more than `topk` are met, but all index keys
+        width, pairs = 2 * heads.key_dim, _pairs(num_tokens, indexer.topk)
+        scores = indexer.num_heads * heads.value_dim * _pairs(num_tokens, 0)
+    return config.num_heads * width * pairs + scores
 
 
 def _pairs(num_tokens: int, window: int) -> float:

@@ -16,6 +16,7 @@ from kvrelay.engine.model.ops import (
     SWISH_LIMIT,
     TensorOps,
     choose_experts,
+    highest,
     kv_planes,
 )
 from kvrelay.engine.model.quantize import bits_of, dequantize, quantize, round_inputs
@@ -37,6 +38,7 @@ class _Queries:
     positions: torch.Tensor  # [S, n]
     tables: torch.Tensor  # [S, widest]
     ends: tuple[int, ...]  # each context's, on the host
+    selected: torch.Tensor | None  # [S, n, topk]: positions that are attended to; None: all
 
 
 class TorchOps(TensorOps):
@@ -87,6 +89,7 @@ class TorchOps(TensorOps):
         slots = [batch.slots_of(group) for group in range(self._num_groups)]
         self._slots = [(each // self._size, each % self._size) for each in slots]
         self._to_sinks: torch.Tensor | None = None
+        self._selected: torch.Tensor | None = None
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return table[tokens]
@@ -159,6 +162,39 @@ class TorchOps(TensorOps):
             key.copy_(_rotated(key, angles))
         self._write(layer, 0, latent.unsqueeze(1))
 
+    def index_write(self, queries: torch.Tensor | None, keys: torch.Tensor, layer: int) -> None:
+        indexer, angles = self._config.indexer, self._angles(layer, None)
+        assert indexer is not None
+        if angles is not None:
+            start = indexer.head_dim - 2 * angles[0].shape[-1]
+            for rows in (queries, keys):
+                if rows is not None:
+                    part = rows.unflatten(1, (-1, indexer.head_dim))[:, :, start:]
+                    part.copy_(_rotated(part, angles))
+        self._write(layer, 1, keys.unsqueeze(1))
+
+    def select(self, queries: torch.Tensor, weights: torch.Tensor, layer: int) -> torch.Tensor:
+        """-> [N, topk] int64, ascending; of a context that is no longer, [0, topk)."""
+        batch, indexer = self._batch, self._config.indexer
+        assert batch is not None
+        assert indexer is not None
+        queries = queries.unflatten(1, (-1, indexer.head_dim)).float()
+        selected = torch.arange(indexer.topk, device=queries.device).repeat(len(queries), 1)
+        tables = batch.tables_of(self._places[layer][0])
+        for seq, (start, count, end) in enumerate(batch.spans):
+            if end <= indexer.topk:
+                continue
+            columns = torch.arange(end, device=queries.device)
+            _, keys = self._read(tables[seq : seq + 1], columns.unsqueeze(0), layer)
+            at_once = max(1, MAX_SCORES // (end * indexer.num_heads))
+            for first in range(start, start + count, at_once):
+                rows = slice(first, min(first + at_once, start + count))
+                scores = torch.einsum("nhd,kd->nhk", queries[rows], keys[0, 0].float()).relu_()
+                scores = torch.einsum("nhk,nh->nk", scores, weights[rows])
+                hidden = columns > batch.positions[rows].unsqueeze(1)
+                selected[rows] = highest(scores.masked_fill(hidden, -torch.inf), indexer.topk)
+        return selected
+
     def _angles(self, layer: int, latest: int | None) -> Angles | None:
         """cos and sin of each token's position, or of `latest` if that is less: [N, 1, dim / 2]."""
         tables = self._rope_of(layer)
@@ -196,8 +232,11 @@ class TorchOps(TensorOps):
         queries = qkv[:, : c.num_heads * kv.key_dim].unflatten(1, (c.num_heads, kv.key_dim))
         return self._attended(queries, self._to_sinks, layer, kv.value_dim).flatten(1)
 
-    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+    def latent_attention(
+        self, queries: torch.Tensor, layer: int, selected: torch.Tensor | None = None
+    ) -> torch.Tensor:
         assert self._config.latent is not None
+        self._selected = selected
         rank, to_sinks = self._config.latent.rank, self._to_sinks
         if to_sinks is not None:
             to_sinks = torch.cat((queries[:, :, :rank], to_sinks), dim=-1)
@@ -224,6 +263,7 @@ class TorchOps(TensorOps):
                 batch.positions[rows].unflatten(0, (count, -1)),
                 batch.tables_of(self._places[layer][0])[seqs],
                 tuple(span[2] for span in batch.spans[seqs]),
+                None if self._selected is None else self._selected[rows].unflatten(0, (count, -1)),
             )
             out[rows] = self._attend(group, layer, width).flatten(0, 1)
         return out
@@ -250,6 +290,11 @@ class TorchOps(TensorOps):
         elif chunk:
             visible = visible & (columns.unsqueeze(1) >= rows // chunk * chunk)
         columns = columns.maximum(farthest.unsqueeze(1))  # blocks before the window are freed
+        if queries.selected is not None:
+            reached = max(*queries.ends, queries.selected.shape[2])
+            chosen = visible.new_zeros(*visible.shape[:2], reached)
+            chosen.scatter_(2, queries.selected, True)
+            visible = visible & chosen.gather(2, columns.unsqueeze(1).expand_as(visible))
         if num_sinks:
             first = torch.arange(num_sinks, device=device).expand(len(ends), -1)
             columns = torch.cat((first.minimum(ends.unsqueeze(1) - 1), columns), dim=1)

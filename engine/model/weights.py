@@ -24,6 +24,18 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerWeights:
+    """What scores positions. The last `rope_dim` dimensions of each head and of keys are rotated,
+    whatever the order in the checkpoint: it changes no product of a query with a key."""
+
+    queries: Any  # rows of all heads, from the queries' latent
+    keys: Any  # from hidden rows
+    weights: Any  # router [num_heads, hidden_size]
+    norm: torch.Tensor  # LayerNorm's weight and bias, for keys
+    norm_bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LatentWeights:
     """Multi-head latent attention. The second projection of keys and values is held by heads."""
 
@@ -34,6 +46,7 @@ class LatentWeights:
     key_up: Any  # heads [num_heads, nope_dim, rank]
     value_up: Any  # heads [num_heads, rank, value_dim]
     out: Any
+    indexer: IndexerWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)

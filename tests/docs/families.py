@@ -27,7 +27,9 @@ from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
 from tests.engine.model import tiny
 from tests.engine.model.checkpoint.published import MODELS
 from tests.engine.model.test_recurrent import KINDS
+from tests.engine.model.test_sparse_attention import SPARSE
 from tests.local.test_local_groups import FAMILIES as GROUPED
+from tests.local.test_same_tokens import FAMILIES as SERVED
 from tests.structure import ROOT
 
 PAGE = ROOT / "docs/families.md"
@@ -77,6 +79,7 @@ def layers_of(config: ModelConfig) -> set[str]:
             found.add(config.recurrent.kind.replace("_", " "))
         if config.attends(layer):
             latent = "latent attention" if config.latent else "attention"
+            latent = "sparse attention" if config.indexer else latent
             near = "window" if config.window(layer) else "chunk" if config.chunk(layer) else ""
             found.add(near or latent)
         if config.has_experts(layer):
@@ -116,8 +119,8 @@ def table(errors: Mapping[str, str]) -> str:
             short(name),
             ", ".join(kinds),
             errors.get(short(name), TOLERANCE),
-            "same bits" if {*families} & {*KINDS} else "1e-4",
-            "yes" if {*families} & {"llama", *GROUPED} else "-",
+            "same bits" if {*families} & {*KINDS, *SPARSE} else "1e-4",
+            "yes" if {*families} & {"llama", *GROUPED, *SERVED} else "-",
             str(published or "-"),
         )
         rows.append(f"| {' | '.join(cells)} |\n")

@@ -32,6 +32,7 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
         "MLA": frozenset({T.CPU, T.LATENT}),
         "layerwise": frozenset({T.CPU, T.LAYERWISE}),
     },
+    "What tokens attend to": {"sparse": frozenset({T.CPU, T.LATENT, T.SPARSE, T.UNEVEN_KV})},
     "How weights and KV are held": {
         "int8, int4": frozenset({T.CPU, T.QUANTIZED}),
         "FP8 KV": frozenset({T.CPU, T.FP8_KV}),
@@ -83,17 +84,20 @@ _VLLM_RANKS = "e2e/test_vllm_ranks.py::"
 _VLLM_RANKS += "test_ranks_hand_over_die_and_find_kv_of_another_number_of_ranks"
 _BACK = dict.fromkeys(("torch", "states", "windows", "uneven KV"), _GROUPS_BACK)
 _BACK |= {"FP8 KV": _FP8_BACK, "ranks": _RANKS_BACK}
+_BACK["sparse"] = "local/test_same_tokens.py::"
+_BACK["sparse"] += "test_from_host_memory_from_disk_and_after_a_restart"
 
 TESTED: dict[Capability, dict[str, str]] = {
     C.ADAPTERS: {
-        **dict.fromkeys(("one process", "torch", "states", "windows", "in all", "MLA"), _ADAPTERS),
+        **dict.fromkeys(("one process", "torch", "states", "windows", "in all"), _ADAPTERS),
+        **dict.fromkeys(("MLA", "sparse"), _ADAPTERS),
         "ranks": "engine/model/test_parallel.py"
         "::test_two_ranks_compute_adapters_as_one_process_does",
         "int8, int4": _MERGED,
         "vLLM": "worker/test_vllm_adapters.py::test_an_adapter_is_in_tokens_and_in_names_of_kv",
     },
     C.NGRAM_DRAFTS: {
-        **dict.fromkeys(("one process", "states"), _DRAFTS),
+        **dict.fromkeys(("one process", "states", "sparse"), _DRAFTS),
         "GPU": "engine/model/gpu/test_triton_steps.py::test_drafts_give_the_tokens_of_torch",
         "GPUs, ranks": "engine/model/gpu/test_triton_ranks.py"
         "::test_steps_that_end_first_and_drafts",
@@ -101,7 +105,7 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.HEAD_DRAFTS: {
         "one process": _DRAFTERS,
         "FP8 KV": _PREFIX,
-        **dict.fromkeys(("windows", "MLA", "uneven KV"), _GROUPED),
+        **dict.fromkeys(("windows", "MLA", "sparse", "uneven KV"), _GROUPED),
     },
     C.MODEL_DRAFTS: {"one process": _DRAFTERS, "FP8 KV": _PREFIX},
     C.MTP_DRAFTS: dict.fromkeys(("one process", "MLA", "FP8 KV"), _MTP),
@@ -141,6 +145,7 @@ TESTED: dict[Capability, dict[str, str]] = {
         "on machines": _TWO_MACHINES,
         **dict.fromkeys(("torch", "states", "windows", "uneven KV"), _ONE_HAND_OVER),
         "FP8 KV": _ONE_HAND_OVER.replace("local_groups", "local_kv"),
+        "sparse": "local/test_same_tokens.py::test_two_pools",
         "vLLM": "worker/test_vllm_worker.py"
         "::test_prompts_are_computed_by_one_worker_and_decoded_by_another",
         "its ranks": "worker/test_vllm_ranks.py::test_workers_of_any_sizes_hand_over",

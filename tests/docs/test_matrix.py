@@ -69,7 +69,7 @@ from tests.support import vllm_stand_in
 C, T = Capability, Trait
 Make = Callable[..., Path]  # a tiny checkpoint of a family
 FAMILY = {T.STATES: "qwen3.5", T.LAYERWISE: "minimax-m2", T.ONLY_WINDOWS: "mistral-window"}
-FAMILY |= {T.LATENT: "deepseek3", T.UNEVEN_KV: "gemma4"}
+FAMILY |= {T.LATENT: "deepseek3", T.SPARSE: "deepseek32", T.UNEVEN_KV: "gemma4"}
 VERSION = WeightVersion("new", b"d", "/nowhere")
 ERRORS = (ConfigError, BuildError, ModelError, AdapterError, AgentError)
 VLLM: dict[str, Any] = {"runs": "vllm", "python": sys.executable, "block_size": 32}

@@ -46,7 +46,7 @@ def test_captured_steps_give_the_tokens_of_steps_that_are_not(llama, dtype, kv_d
     assert torch.equal(captured.pool.view(torch.uint8), plain.pool.view(torch.uint8))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "gemma3", "deepseek3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "gemma3", "deepseek3", "deepseek32"])
 def test_steps_of_other_families_can_be_captured(family, checkpoint_of):
     path = checkpoint_of(family)
     captured, plain = (World(path, "triton", graphs=graphs) for graphs in (True, False))

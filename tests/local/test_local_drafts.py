@@ -1,5 +1,5 @@
-"""Draft tokens of models with recurrent layers, tiny and random: whatever happens to the requests,
-they get the tokens that they get without drafts. All families and more seeds:
+"""Draft tokens of models with recurrent layers or sparse attention, tiny and random: whatever
+happens to the requests, they get the tokens that they get without drafts. All families, more seeds:
 `pytest -m long tests/local/test_local_drafts.py`."""
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ FAMILIES = [
     for each in HYBRID
     if each != "nemotron-h"
 ]
+FAMILIES += ["deepseek32", pytest.param("glm5-shared", marks=LONG)]
 Requests = list[tuple[list[int], SamplingParams]]
 
 

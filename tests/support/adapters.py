@@ -84,7 +84,7 @@ def linear_modules(model: Path) -> set[str]:
 
 
 def _is_handled(name: str, weight: torch.Tensor) -> bool:
-    is_other = re.search(r"\.experts\.|router|kv_b_proj|\.gate\.weight|conv1d", name)
+    is_other = re.search(r"\.experts\.|router|kv_b_proj|\.gate\.weight|conv1d|indexer", name)
     return weight.dim() == 2 and bool(_LAYER.match(name)) and not is_other and ".weight" in name
 
 

@@ -245,6 +245,8 @@ class _AdapterLayer(Layer):
         """Not asked for, so an adapter that has them is refused."""
         return None
 
+    _indexer = _experts
+
 
 class _Recorder:
     """In place of a set of operations: keeps rows of matrices, and nothing else."""

@@ -200,10 +200,10 @@ def _model(path: Path, kind: str, model: ModelConfig, shapes: Shapes) -> DraftCo
             f"engine.drafter {path}: a model of {own.vocab_size} tokens cannot draft for one of"
             f" {model.vocab_size}: the vocabulary has to be the same"
         )
-    if own.recurrent is not None or len(own.kv_groups()) > 1:
+    if own.recurrent is not None or own.indexer is not None or len(own.kv_groups()) > 1:
         raise ModelError(
-            f"engine.drafter {path}: its layers keep KV in several groups; a model whose layers"
-            " all attend to everything is needed"
+            f"engine.drafter {path}: its layers keep KV in several groups or choose what they"
+            " attend to; a model whose layers all attend to everything is needed"
         )
     longest = own.max_position_embeddings
     if longest < model.max_position_embeddings:  # it drafts worse beyond, and no token is wrong

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.model.checkpoint import hybrid
+from kvrelay.engine.model.checkpoint import hybrid, sparse
 from kvrelay.engine.model.checkpoint.fields import (
     biases,
     count,
@@ -556,10 +556,12 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
+    "DeepseekV32ForCausalLM": lambda raw: sparse.deepseek_v32(raw, _deepseek_v3),
     "Glm4MoeForCausalLM": _glm4_moe,
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "GlmForCausalLM": _glm,
     "Glm4ForCausalLM": lambda raw: _glm(raw, sandwich_norms=True),
+    "GlmMoeDsaForCausalLM": lambda raw: sparse.glm_moe_dsa(raw, _deepseek_v3),
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": lambda raw: base(**granite(raw)),
     "Llama4ForCausalLM": lambda raw: base(**llama4(raw)),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvrelay.engine.model.checkpoint import gemma4_weights
+from kvrelay.engine.model.checkpoint import gemma4_weights, sparse
 from kvrelay.engine.model.checkpoint.fields import read_json
 from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of, table_and_head
@@ -30,6 +30,7 @@ from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
+    IndexerWeights,
     LatentWeights,
     LayerWeights,
     MLPWeights,
@@ -321,7 +322,11 @@ class Layer:
             key_up=ops.heads(by_head[:, : latent.nope_dim], "key_up"),
             value_up=ops.heads(by_head[:, latent.nope_dim :].transpose(1, 2), "value_up"),
             out=ops.matrix(out, None, "out"),
+            indexer=self._indexer(),
         )
+
+    def _indexer(self) -> IndexerWeights | None:
+        return sparse.indexer_weights(self._get, self._config, self._index, self._ops)
 
     def _experts(self) -> ExpertsWeights:
         c, experts = self._config, self._config.experts

@@ -20,6 +20,7 @@ from kvrelay.engine.model.cpu.kernels import KernelsUnavailable, structure
 from kvrelay.engine.model.ops import kv_planes, rope_tables
 
 _Attention, _Rope = structure("Attention"), structure("Rope")
+_Selection = structure("Selection")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in attention/attention.h
 _MAX_GROUP = 32  # heads that one item of work takes, if their KV head has more
 _MAX_LATENT_GROUP = 16  # their vectors are longer
@@ -63,12 +64,18 @@ class CpuAttention:
         planes = kv_planes(pool, c)
         self._ropes: dict[Key, Any] = {}
         self._attentions: dict[Key, Any] = {}
+        self._selection = _selection_of(c)
+        self._selected = torch.empty(0, dtype=torch.int32)
+        self._index_ropes: dict[Key, Any] = {}
+        self._index_keys: dict[int, int] = {}  # where each layer's are in block 0
         # Which of them each layer has, and where its keys are in block 0.
         self._layers: dict[int, tuple[Key, int]] = {}
         for layer, (group, _) in c.kv_places().items():
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window_or_chunk(layer)
             key = Key(group, window, index, c.keeps_kv(layer))
             self._layers[layer] = key, planes[layer][0].data_ptr()
+            if self._selection is not None:
+                self._index_keys[layer] = planes[layer][1].data_ptr()
             if key not in self._attentions:
                 self._describe(key, layer, planes[layer])
         self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
@@ -87,7 +94,7 @@ class CpuAttention:
             "qkv_stride": (c.num_heads + own) * dim,
             "block_stride": keys.stride(0),
             "head_stride": keys.stride(1),
-            "value_offset": (planes[-1].data_ptr() - keys.data_ptr()) // size,
+            "value_offset": 0 if latent else (planes[-1].data_ptr() - keys.data_ptr()) // size,
             "num_heads": c.num_heads,
             "head_dim": dim,
             "block_size": keys.shape[2] if keys.dim() == 4 else keys.shape[2] // (dim + 1),
@@ -106,6 +113,10 @@ class CpuAttention:
             eps=c.rms_norm_eps,
             **shared,
         )
+        if latent is not None and (indexer := latent.indexer) is not None:
+            own_rope = self._index_ropes[key] = _Rope.from_buffer_copy(self._ropes[key])
+            own_rope.num_heads, own_rope.head_dim = indexer.num_heads, indexer.head_dim
+            own_rope.rope_at = indexer.head_dim - latent.rope_dim
         odd = (dim | value_dim) % (2 * self._lib.kvr_vector_width())
         is_low_precision = keys.dtype == torch.bfloat16 and not odd
         self._attentions[key] = _Attention(
@@ -118,8 +129,22 @@ class CpuAttention:
             softcap=c.attention_softcap,
             low_precision=self._low_precision if is_low_precision else 0,
             threads=self._threads,
+            selection=self._selection_at,
             **shared,
         )
+
+    @property
+    def _selection_at(self) -> int | None:
+        return None if self._selection is None else ctypes.addressof(self._selection)
+
+    def _select_for(self, num_tokens: int) -> None:
+        """Has room for what so many tokens attend to."""
+        if self._selection is None:
+            return
+        needed = num_tokens * self._selection.topk
+        if len(self._selected) < needed:
+            self._selected = torch.empty(needed, dtype=torch.int32)
+            self._selection.selected = self._selected.data_ptr()
 
     def begin(self, batch: Batch) -> None:
         """Plan the work on `batch`, which the following calls belong to."""
@@ -137,9 +162,12 @@ class CpuAttention:
             each.tables = batch.tables_of(key.group).data_ptr()
             for name, value in (pointers | plans[kind]).items():
                 setattr(each, name, value)
-        for key, rope in self._ropes.items():
+        for key, rope in (*self._ropes.items(), *self._index_ropes.items()):
             rope.positions = batch.positions.data_ptr()
             rope.slots = batch.slots_of(key.group).data_ptr()
+        if self._selection is not None:
+            self._selection.num_seqs = len(batch.spans)
+            self._select_for(len(batch.tokens))
         self._alive = batch
 
     def _plan(self, batch: Batch, each: Any, kind: object) -> dict[str, int]:
@@ -164,6 +192,7 @@ class CpuAttention:
             tile * max(1, min(_MAX_TILES if each.low_precision else 1, tiles)),
             each.window,
             each.num_sinks,
+            0 if self._selection is None else self._selection.topk,
             items.data_ptr(),
             merges.data_ptr(),
             ctypes.addressof(counts),
@@ -186,6 +215,13 @@ class CpuAttention:
         other._attentions = {
             key: _Attention.from_buffer_copy(each) for key, each in self._attentions.items()
         }
+        other._index_ropes = {
+            key: _Rope.from_buffer_copy(each) for key, each in self._index_ropes.items()
+        }
+        other._selection = _selection_of(self._config)
+        for each in other._attentions.values():
+            each.selection = other._selection_at
+        other._selected = torch.empty(0, dtype=torch.int32)
         other._plans, other._alive = {}, None
         return other
 
@@ -207,7 +243,8 @@ class CpuAttention:
             each.table_stride = rows["block_tables"].shape[2]
             for name in ("query_start", "query_len", "context_len"):
                 setattr(each, name, at[name])
-        for key, rope in self._ropes.items():
+        self._select_for(capacity)
+        for key, rope in (*self._ropes.items(), *self._index_ropes.items()):
             rope.positions, rope.slots = at["positions"], rows["slots"][key.group].ctypes.data
         return [ctypes.addressof(each) for each in self._attentions.values()]
 
@@ -216,6 +253,11 @@ class CpuAttention:
         as this lives, and true of a batch once it has begun."""
         key, at = self._layers[layer]
         return ctypes.addressof(self._ropes[key]), ctypes.addressof(self._attentions[key]), at
+
+    def described_index(self, layer: int) -> tuple[int, int]:
+        """Addresses of the `Rope` of a layer's index queries and keys, and of its first index key
+        in block 0, as `described`."""
+        return ctypes.addressof(self._index_ropes[self._layers[layer][0]]), self._index_keys[layer]
 
     def write(
         self,
@@ -253,11 +295,53 @@ class CpuAttention:
             self._threads,
         )
 
+    def write_index(self, queries: torch.Tensor | None, keys: torch.Tensor, layer: int) -> None:
+        """Rotates queries and keys as `Ops.index_write` says, and writes the keys."""
+        assert keys.is_contiguous()
+        at, pool = self.described_index(layer)
+        rope, dim = _Rope.from_buffer_copy(_Rope.from_address(at)), keys.shape[1]
+        rotated, stride = keys.data_ptr(), 0
+        if queries is None:
+            rope.num_heads = 0
+        else:
+            assert queries.is_contiguous()
+            rotated, stride = queries[:, rope.rope_at :].data_ptr(), queries.shape[1]
+        self._lib.kvr_latent_write(
+            ctypes.addressof(rope),
+            *(rotated, stride, dim, keys.data_ptr(), dim, pool, len(keys), self._threads),
+        )
+
+    def select(self, queries: torch.Tensor, weights: torch.Tensor, layer: int) -> None:
+        """As `Ops.select`; what is chosen is kept here."""
+        assert queries.is_contiguous()
+        assert weights.is_contiguous()
+        attention, pool = self.described(layer)[1], self.described_index(layer)[1]
+        self._lib.kvr_select(attention, queries.data_ptr(), weights.data_ptr(), pool)
+
+    def keep_selected(self, rows: torch.Tensor) -> None:
+        """What these rows of the batch attend to, for a batch of them alone. `rows`: ascending."""
+        if self._selection is not None:
+            selected = self.selected(len(self._selected) // self._selection.topk)
+            selected[: len(rows)] = selected[rows]
+
+    def selected(self, num_tokens: int) -> torch.Tensor:
+        """Returns what the last `select` chose, as `CpuOps.selected` says."""
+        assert self._selection is not None
+        topk: int = self._selection.topk
+        return self._selected[: num_tokens * topk].view(num_tokens, topk)
+
     def attend(self, rows: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         """Rotated queries lead `rows`; out: [num_tokens, num_heads * value_dim], float32."""
         assert rows.is_contiguous()
         _, attention, pool = self.described(layer)
         self._lib.kvr_attention(attention, rows.data_ptr(), out.data_ptr(), pool)
+
+
+def _selection_of(config: ModelConfig) -> Any:
+    indexer = config.indexer
+    if indexer is None:
+        return None
+    return _Selection(heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk)
 
 
 def _check(config: ModelConfig, pool: torch.Tensor, library: Any) -> None:
@@ -268,7 +352,9 @@ def _check(config: ModelConfig, pool: torch.Tensor, library: Any) -> None:
         dim, value_dim = config.kv_heads(layer).key_dim, config.kv_heads(layer).value_dim
         if dim % width:
             raise KernelsUnavailable(f"head_dim {dim} is not a multiple of {width}")
-        if dim != value_dim:
+        if latent is not None and value_dim % width:
+            raise KernelsUnavailable(f"index_head_dim {value_dim} is not a multiple of {width}")
+        if dim != value_dim and latent is None:
             raise KernelsUnavailable(f"values of {value_dim} and keys of {dim} are not handled")
     if latent is not None and latent.rank % width:
         raise KernelsUnavailable(f"kv_lora_rank {latent.rank} is not a multiple of {width}")

@@ -31,7 +31,7 @@ from kvrelay.engine.model.cpu.linear import (
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, gate_is_silu, norm_step
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.cpu.terms import CpuTerm, pack_term
-from kvrelay.engine.model.ops import split_queries_and_keys
+from kvrelay.engine.model.ops import INDEX_EPS, split_queries_and_keys
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.stacked import Stacked, widened
 from kvrelay.engine.model.state_layout import MAMBA2
@@ -314,7 +314,31 @@ class CpuOps:
     def expanded_attention(self, *_: Any) -> None:
         return None
 
-    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
+    def exact_linear(self, x: torch.Tensor, router: Matrix) -> torch.Tensor:
+        return self._linear.linear(x, router)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous()
+        at = x.data_ptr(), weight.data_ptr(), bias.data_ptr()
+        self._lib.kvr_layer_norm(*at, *x.shape, INDEX_EPS, self._threads)
+        return x
+
+    def index_write(self, queries: torch.Tensor | None, keys: torch.Tensor, layer: int) -> None:
+        self._attention.write_index(queries, keys, layer)
+
+    def select(self, queries: torch.Tensor, weights: torch.Tensor, layer: int) -> bool:
+        """The selection is kept by the attention, for the layers until the next one."""
+        self._attention.select(queries, weights, layer)
+        return True
+
+    def selected(self, num_tokens: int) -> torch.Tensor:
+        """What the last `select` chose: [num_tokens, topk] int32; of tokens before position `topk`
+        nothing."""
+        return self._attention.selected(num_tokens)
+
+    def latent_attention(
+        self, queries: torch.Tensor, layer: int, selected: bool | None = None
+    ) -> torch.Tensor:
         assert self._config.latent is not None
         heads, rank = self._config.num_heads, self._config.latent.rank
         out = self.buffer("attention", len(queries), heads * rank)

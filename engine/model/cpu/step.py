@@ -24,12 +24,14 @@ from kvrelay.engine.model.cpu.kernels import constants, structure
 from kvrelay.engine.model.cpu.linear import ACTIVATIONS
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, address, described_matrix
 from kvrelay.engine.model.cpu.terms import put_terms
+from kvrelay.engine.model.ops import INDEX_EPS
 from kvrelay.engine.model.sampling.counts import COUNTS, counts_of
 from kvrelay.engine.model.sampling.sampler import DRAW, Masks, draw_of, is_drawn, sample
 from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, term_rows
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
+    IndexerWeights,
     LatentWeights,
     LayerWeights,
     RecurrentWeights,
@@ -65,7 +67,7 @@ class CpuDraw:
         return drawn
 
 
-_Experts, _Latent = structure("Experts"), structure("Latent")
+_Experts, _Indexer, _Latent = structure("Experts"), structure("Indexer"), structure("Latent")
 _Layer, _Step = structure("Layer"), structure("Step")
 ROW_BLOCK_STEP: int = constants.ROW_BLOCK_STEP
 
@@ -149,6 +151,7 @@ class CpuStep:
         width = layer.qkv.rows or qkv.shape[1]  # this layer's; those with latents are all alike
         queries = qkv.view(-1)[: step.rows * width].view(-1, width)
         queries = queries.index_select(0, batch.sample_rows)
+        self._attention.keep_selected(batch.sample_rows)
         batch = batch.sampled()
         self._attention.begin(batch)
         self._lib.kvr_attention(layer.attention, queries.data_ptr(), step.attended, layer.pool)
@@ -200,6 +203,9 @@ def described(
             norms |= {"q_norm": weights.q_norm, "k_norm": weights.k_norm}
         elif isinstance(weights, LatentWeights):
             to.latent = _described_latent(weights, config)
+            if weights.indexer is not None:
+                places = attention.described_index(index)
+                to.latent.indexer = _described_indexer(weights.indexer, *places)
         if layer.mlp is not None:
             assert layer.mlp.gate is None or layer.experts is not None
             matrices |= {"gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
@@ -233,6 +239,19 @@ def _described_latent(weights: LatentWeights, config: ModelConfig) -> Any:
         nope=latent.nope_dim,
         rope=latent.rope_dim,
         value=latent.value_dim,
+    )
+
+
+def _described_indexer(weights: IndexerWeights, rope: int, pool: int) -> Any:
+    return _Indexer(
+        queries=described_matrix(weights.queries),
+        keys=described_matrix(weights.keys),
+        weights=described_matrix(weights.weights),
+        norm=weights.norm.data_ptr(),
+        norm_bias=weights.norm_bias.data_ptr(),
+        rope=rope,
+        pool=pool,
+        eps=INDEX_EPS,
     )
 
 

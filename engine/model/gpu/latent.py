@@ -2,12 +2,14 @@
 
 What is cached of a token is one vector [rank + rope_dim] for all heads; keys are all of it, values
 its first `rank` numbers, so that a tile is read once and multiplied twice. Rows are (token, head)
-pairs. Decode is split along the context as in `attention_decode`.
+pairs. Decode is split along the context as in `attention_decode`. Sparse attention is a decode of
+each token whose context is what was selected for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -48,6 +50,17 @@ def latent_tiles(
     return list_tiles(spans, num_heads, (tiling or latent_tiling(pool, num_heads)).block_m)
 
 
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """What N tokens attend to, each alone."""
+
+    positions: torch.Tensor  # [N, topk] int32, ascending; those past `context_len` are not read
+    sequences: torch.Tensor  # [N] int32: rows of the block tables
+    query_start: torch.Tensor  # [N] int32: each token's own row
+    query_len: torch.Tensor  # [N] int32: ones
+    context_len: torch.Tensor  # [N] int32: how many positions, up to topk
+
+
 def latent_decode(
     out: torch.Tensor,
     queries: torch.Tensor,
@@ -63,20 +76,24 @@ def latent_decode(
     num_splits: int,
     softcap: float = 0.0,
     tiling: Tiling | None = None,
+    selected: Selected | None = None,
 ) -> None:
     """queries [N, num_heads, rank + rope_dim] -> out [N, num_heads, rank], both contiguous; the
     rest as in `decode_attention`. num_splits: of `decode_splits`, with `latent_row_tiles` in place
-    of the KV heads."""
+    of the KV heads. selected: its lengths and starts are those that are given."""
     num_seqs, num_heads = len(query_start), queries.shape[1]
     if not num_seqs:
         return
     tiling = tiling or latent_tiling(pool, num_heads)
     partial, lse = partials(out, num_seqs, num_heads, num_splits, rank)
+    positions = sequences = None
+    if selected is not None:
+        positions, sequences = selected.positions, selected.sequences
     _latent[(triton.cdiv(num_heads, tiling.block_m), num_seqs, num_splits)](
-        out, partial, lse, queries, pool.data, None, query_start, query_len, context_len,
-        block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
-        DECODE=True, DIRECT=num_splits == 1, **_constants(queries, pool, rank, scale, softcap),
-        **_launch(tiling),
+        out, partial, lse, queries, pool.data, None, positions, sequences, query_start, query_len,
+        context_len, block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
+        DECODE=True, DIRECT=num_splits == 1, TOPK=0 if positions is None else positions.shape[1],
+        **_constants(queries, pool, rank, scale, softcap), **_launch(tiling),
     )  # fmt: skip
     if num_splits > 1:
         rows = out.view(len(out), -1)
@@ -109,10 +126,10 @@ def latent_prefill(
         return
     tiling = tiling or latent_tiling(pool, queries.shape[1])
     _latent[(len(tiles),)](
-        out, None, None, queries, pool.data, tiles, query_start, query_len, context_len,
+        out, None, None, queries, pool.data, tiles, None, None, query_start, query_len, context_len,
         block_tables, pool.layer_offset(layer), block_tables.stride(0), 1,
-        DECODE=False, DIRECT=True, **_constants(queries, pool, rank, scale, softcap),
-        **_launch(tiling),
+        DECODE=False, DIRECT=True, TOPK=0,
+        **_constants(queries, pool, rank, scale, softcap), **_launch(tiling),
     )  # fmt: skip
 
 
@@ -145,27 +162,29 @@ def _launch(tiling: Tiling) -> dict[str, int]:
 
 @triton.jit
 def _attend(
-    acc, total, highest, unit, query, query_rope, latents, table, positions, first, last,
-    MASKED: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    acc, total, highest, unit, query, query_rope, latents, table, selected, positions, first, last,
+    MASKED: tl.constexpr, TOPK: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """As `attention_tile.attend`; `query` [M, BLOCK_RANK] and `query_rope` [M, BLOCK_ROPE] are the
-    two parts of the rows."""
+    two parts of the rows. With TOPK the context is the positions `selected`."""
     dims, behind = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
     for start in range(first, last, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        readable = n < last
+        readable, place = n < last, n
+        if TOPK:
+            place = tl.load(selected + n, mask=readable, other=0)
         if MASKED:
-            block = tl.load(table + n // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
+            block = tl.load(table + place // BLOCK_SIZE, mask=readable, other=0).to(tl.int64)
         else:
-            block = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
+            block = tl.load(table + place // BLOCK_SIZE).to(tl.int64)
         head = latents + block * BLOCK_STRIDE
         scale_bytes = n
         if FP8:
-            scale_at = head + (BLOCK_SIZE * (RANK + ROPE_DIM) + n % BLOCK_SIZE)
+            scale_at = head + (BLOCK_SIZE * (RANK + ROPE_DIM) + place % BLOCK_SIZE)
             scale_bytes = tl.load(scale_at, mask=readable, other=0).to(tl.int32)
-        at = (head + n % BLOCK_SIZE * (RANK + ROPE_DIM))[:, None]
+        at = (head + place % BLOCK_SIZE * (RANK + ROPE_DIM))[:, None]
         latent = load_rows(at + dims[None, :], readable, dims, RANK, BLOCK_RANK, MASKED)
         key = load_rows(at + RANK + behind[None, :], readable, behind, ROPE_DIM, BLOCK_ROPE, MASKED)
         latent, key = upcast(latent, query, FP8), upcast(key, query, FP8)
@@ -185,10 +204,10 @@ def _attend(
 
 @triton.jit(do_not_specialize=["table_stride", "num_splits"])
 def _latent(
-    out, partial, lse, queries, pool, tiles, query_start, query_len, context_len, tables,
-    layer_offset, table_stride, num_splits,
-    DECODE: tl.constexpr, DIRECT: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr,
-    ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    out, partial, lse, queries, pool, tiles, selected, sequences, query_start, query_len,
+    context_len, tables, layer_offset, table_stride, num_splits,
+    DECODE: tl.constexpr, DIRECT: tl.constexpr, TOPK: tl.constexpr, NUM_HEADS: tl.constexpr,
+    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MIN_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
@@ -228,16 +247,20 @@ def _latent(
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     highest = tl.zeros((BLOCK_M,), dtype=tl.float32) + LOWEST
     unit = context * 0
-    table, latents = tables + seq.to(tl.int64) * table_stride, pool + layer_offset
+    of = seq
+    if TOPK:
+        of = tl.load(sequences + seq)
+        selected += seq.to(tl.int64) * TOPK
+    table, latents = tables + of.to(tl.int64) * table_stride, pool + layer_offset
     acc, total, highest, unit = _attend(
-        acc, total, highest, unit, query, query_rope, latents, table, positions, first, diagonal,
-        False, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N, BLOCK_STRIDE,
-        BLOCK_SIZE, FP8,
+        acc, total, highest, unit, query, query_rope, latents, table, selected, positions, first,
+        diagonal, False, TOPK, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N,
+        BLOCK_STRIDE, BLOCK_SIZE, FP8,
     )  # fmt: skip
     acc, total, highest, unit = _attend(
-        acc, total, highest, unit, query, query_rope, latents, table, positions, diagonal, last,
-        True, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N, BLOCK_STRIDE,
-        BLOCK_SIZE, FP8,
+        acc, total, highest, unit, query, query_rope, latents, table, selected, positions, diagonal,
+        last, True, TOPK, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N,
+        BLOCK_STRIDE, BLOCK_SIZE, FP8,
     )  # fmt: skip
     acc = attended(acc, total, unit, FP8)
     if DIRECT:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from triton import knobs
@@ -23,7 +24,9 @@ from kvrelay.engine.model.gpu.attention_decode import decode_attention, decode_s
 from kvrelay.engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
 from kvrelay.engine.model.gpu.cache_pool import FP8, Pool
 from kvrelay.engine.model.gpu.cache_write import latent_write, rope_write
+from kvrelay.engine.model.gpu.index_scores import index_scores
 from kvrelay.engine.model.gpu.latent import (
+    Selected,
     latent_decode,
     latent_prefill,
     latent_row_tiles,
@@ -33,7 +36,7 @@ from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
 from kvrelay.engine.model.gpu.staging import to_device
-from kvrelay.engine.model.ops import TensorOps, choose_experts, kv_planes
+from kvrelay.engine.model.ops import TensorOps, choose_experts, highest, kv_planes
 from kvrelay.engine.model.quantize import GROUP, quantize
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked, widened
@@ -42,6 +45,7 @@ from kvrelay.engine.model.weights import RecurrentWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FP8_CAPABILITY = (8, 9)  # for KV in FP8
+SCORED_AT_ONCE = 1 << 22  # scores of positions: some 100 MB with what sorts them
 FULL_ROLES = {"logits"}  # their matrices are not quantized
 
 Dense = tuple[torch.Tensor, torch.Tensor | None]  # a weight [out, in] and a bias [out]
@@ -84,10 +88,16 @@ class TritonOps(TensorOps):
         c = self._config
         self._pool = Pool(pool, c.attention_spec(1, "float32").head_dim)
         self._pools: dict[int, Pool] = {}  # where heads differ: each layer's alone
+        self._index_pools: dict[int, Pool] = {}
         for layer, (keys, values) in kv_planes(pool, c).items() if c.layer_heads else ():
-            heads, apart = c.kv_heads(layer), int(values.storage_offset() - keys.storage_offset())
-            data = keys.unsqueeze(1).unsqueeze(1)  # one layer, one plane
-            self._pools[layer] = Pool(data, heads.key_dim, heads.value_dim, apart)
+            heads, data = c.kv_heads(layer), keys[:, None, None]  # one layer, one plane
+            if c.latent is None:
+                apart = int(values.storage_offset() - keys.storage_offset())
+                self._pools[layer] = Pool(data, heads.key_dim, heads.value_dim, apart)
+                continue
+            self._pools[layer] = Pool(data, heads.key_dim)
+            if heads.value_dim:  # of index keys
+                self._index_pools[layer] = Pool(values[:, None, None], heads.value_dim)
 
     def _pool_of(self, layer: int) -> tuple[Pool, int]:
         """A layer's pool, and its place in the blocks of that."""
@@ -110,9 +120,24 @@ class TritonOps(TensorOps):
         self._batch = batch
         kinds = self._kinds.items()
         self._work = {kind: self._work_of(batch, self._pool_of(layer)[0]) for kind, layer in kinds}
+        if (indexer := c.indexer) is not None and max(
+            end for *_, end in batch.spans
+        ) > indexer.topk:
+            self._place_tokens(batch, indexer.topk)
         if any(self._has_sinks(layer) for layer in range(c.num_layers)):
             shape = (len(batch.tokens), c.num_heads * c.head_dim)
             self._sink_queries = torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _place_tokens(self, batch: Batch, topk: int) -> None:
+        """For sparse attention, in which each token is by itself."""
+        count, spans = len(batch.tokens), batch.spans
+        rows = torch.arange(count, dtype=torch.int32, device=self._device)
+        self._sequences = rows
+        if count != len(spans):
+            of = np.repeat(np.arange(len(spans), dtype=np.int32), [each for _, each, _ in spans])
+            self._sequences = to_device(of, self._device)
+        contexts = (batch.positions + 1).clamp(max=topk).int()
+        self._alone = rows, torch.ones_like(rows), contexts
 
     def _work_of(self, batch: Batch, pool: Pool) -> tuple[torch.Tensor | None, int]:
         """Who does what in layers with heads like those of `pool`."""
@@ -216,21 +241,66 @@ class TritonOps(TensorOps):
         return gated(gate_up, self._config.activation)
 
     def latent_write(self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int) -> None:
+        self._write_latent(q_rope, latent, layer, *self._pool_of(layer))
+
+    def index_write(self, queries: torch.Tensor | None, keys: torch.Tensor, layer: int) -> None:
+        latent, dim = self._config.latent, keys.shape[1]
+        assert latent is not None
+        heads = keys.new_empty(len(keys), 0) if queries is None else queries
+        q_rope = heads.view(len(keys), -1, dim)[:, :, dim - latent.rope_dim :]
+        self._write_latent(q_rope, keys, layer, self._index_pools[layer], 0)
+
+    def select(self, queries: torch.Tensor, weights: torch.Tensor, layer: int) -> Selected:
+        batch, indexer = self._batch, self._config.indexer
+        assert batch is not None
+        assert indexer is not None
+        longest, num_tokens = max(end for *_, end in batch.spans), len(queries)
+        tables = batch.tables_of(self._places[layer][0])
+        parts = []
+        at_once = max(1, SCORED_AT_ONCE // longest)
+        for first in range(0, num_tokens, at_once):
+            rows = slice(first, min(first + at_once, num_tokens))
+            where = batch.positions[rows], self._sequences[rows], tables
+            scores = index_scores(
+                queries[rows], weights[rows], self._index_pools[layer], *where, longest
+            )
+            parts.append(highest(scores, indexer.topk).int())
+        return Selected(torch.cat(parts), self._sequences, *self._alone)
+
+    def _write_latent(
+        self, q_rope: torch.Tensor, latent: torch.Tensor, layer: int, pool: Pool, place: int
+    ) -> None:
         batch, tables = self._batch, self._rope_of(layer)
         assert batch is not None
-        slots, (pool, place) = batch.slots_of(self._places[layer][0]), self._pool_of(layer)
-        positions = batch.positions
+        slots, positions = batch.slots_of(self._places[layer][0]), batch.positions
         if tables is None:  # all are rotated by no angle
             shape = (1, q_rope.shape[2] // 2)
             tables = (q_rope.new_ones(shape).float(), q_rope.new_zeros(shape).float())
             positions = torch.zeros_like(positions)
         latent_write(q_rope, latent, pool, place, positions, slots, tables)
 
-    def latent_attention(self, queries: torch.Tensor, layer: int) -> torch.Tensor:
-        c = self._config
+    def latent_attention(
+        self, queries: torch.Tensor, layer: int, selected: Selected | None = None
+    ) -> torch.Tensor:
+        c, batch = self._config, self._batch
+        assert batch is not None
         assert c.latent is not None
         shape = (len(queries), c.num_heads, c.latent.rank)
         out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
+        if selected is not None:
+            pool, place = self._pool_of(layer)
+            tiles, topk = latent_row_tiles(pool, c.num_heads), selected.positions.shape[1]
+            where = selected.query_start, selected.query_len, selected.context_len
+            latent_decode(
+                *(out, queries.contiguous(), pool, place, *where),
+                batch.tables_of(self._places[layer][0]),
+                rank=c.latent.rank,
+                scale=c.score_scale,
+                softcap=c.attention_softcap,
+                num_splits=decode_splits(len(queries), tiles, topk, self._device),
+                selected=selected,
+            )
+            return out
         self._attend(
             latent_decode,
             latent_prefill,

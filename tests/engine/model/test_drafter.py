@@ -150,7 +150,7 @@ def _has(tokens: tuple[int, ...], draft: list[int]) -> bool:
     return any(list(tokens[at : at + len(draft)]) == draft for at in range(len(tokens)))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek3", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek3", "deepseek32", "gemma4"])
 def test_layers_in_groups_and_latents_have_one_too(family, checkpoint_of, tmp_path):
     path = checkpoint_of(family)
     make_head(tmp_path, "own")

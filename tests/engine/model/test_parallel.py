@@ -34,6 +34,7 @@ LONG, SHORT = tokens_of(75, seed=1), tokens_of(9, seed=2)
 BLOCKS = {"a": [5, 3, 1, 7, 9], "b": [2]}
 CHOSEN = (
     *("llama", "linear", "qwen2", "gemma3", "mixtral", "qwen3-moe", "deepseek2", "deepseek3"),
+    *("deepseek32", "glm5-shared"),
     *("minimax-m2", "mistral4"),
     *("falcon-h1-norm", "kimi-linear", "lfm2-bias", "qwen3-next"),
 )

@@ -78,6 +78,7 @@ LATENT = {
     **EXPERTS,
 }
 GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 48}
+INDEXER = {"index_topk": 24, "index_n_heads": 8, "index_head_dim": 32}
 GEMMA3 = {
     "head_dim": 32,
     "sliding_window": WINDOW,
@@ -315,6 +316,12 @@ FAMILIES = {
         {**LATENT, **GROUPS, "topk_method": "group_limited_greedy"},
     ),
     "deepseek3": (transformers.DeepseekV3Config, {**LATENT, **GROUPS, **MSCALE}),
+    "deepseek32": (transformers.DeepseekV32Config, {**LATENT, **GROUPS, **MSCALE, **INDEXER}),
+    "glm5": (transformers.GlmMoeDsaConfig, {**LATENT, "q_lora_rank": 48, **INDEXER}),
+    "glm5-shared": (
+        transformers.GlmMoeDsaConfig,
+        {**LATENT, **INDEXER, "q_lora_rank": 48, "indexer_types": ["full", "shared", "full"]},
+    ),
     "kimi-k25": (transformers.Kimi_K25Config, {**LATENT, **GROUPS, **MSCALE}),
     "gpt-oss": (
         transformers.GptOssConfig,
@@ -519,7 +526,7 @@ class Driver:
         self.config = config or read_config(path)
         self.pool = make_pool(self.config, torch.uint8 if fp8 else dtype)
         options = (dtype, low_precision, self.pool, quantization, threads)
-        made = make_ops(kind, self.config, *options)
+        self.ops = made = make_ops(kind, self.config, *options)
         with torch.inference_mode():
             weights = load_weights(path, self.config, made, lambda _: None)
         self._decoder = Decoder(self.config, weights, made)
@@ -575,7 +582,7 @@ class Driver:
         )
         cpu = torch.device("cpu")
         batch = Batch.from_step(Step(0, seqs), limits, cpu, loaded=self._adapters)
-        batch = replace(batch, states=(states,) if states else ())
+        self.batch = batch = replace(batch, states=(states,) if states else ())
         with torch.inference_mode():
             return self._decoder.forward(batch).clone()
 

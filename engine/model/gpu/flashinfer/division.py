@@ -111,6 +111,8 @@ def divide(
             lacks.append("latents that are not larger than the heads")  # nothing would be saved
         if config.attention_softcap:
             lacks.append("soft-capped scores")
+        if latent.indexer is not None:
+            lacks.append("sparse attention")
         expands = not lacks
         return Division(none, none, expands, (*lacks, "latent attention that is absorbed"))
     if config.layer_heads or config.kv_owners:

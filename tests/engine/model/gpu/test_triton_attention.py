@@ -11,6 +11,8 @@ from kvrelay.engine.model.gpu import attention_decode as decode
 from kvrelay.engine.model.gpu import attention_prefill as prefill
 from kvrelay.engine.model.gpu import latent
 from kvrelay.engine.model.gpu.attention_tile import Tiling
+from kvrelay.engine.model.gpu.cache_pool import Pool
+from kvrelay.engine.model.gpu.index_scores import index_scores
 
 TILING = Tiling(16, 32, num_warps=4, num_stages=2)
 ONES = [(1, 1), (1, 75)]
@@ -124,6 +126,55 @@ def test_latent_attention_reads_keys_and_values_from_one_vector(
     assert out.isnan().flatten(1).all(1).sum() == 2  # the single tokens' rows
     latent.latent_decode(out, queries, case.pool, 1, *case.tensors, num_splits=splits, **options)
     torch.testing.assert_close(out.double().cpu(), answer, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("heads", "dim", "kv_fp8"), [(4, 32, False), (40, 24, True)])
+def test_positions_score_as_in_the_reference(heads, dim, kv_fp8):
+    """A decode and a chunk have their scores; past the token they are -inf."""
+    case = paged([(1, 100), (3, 70)], 1, dim, dtype=torch.float32, kv_fp8=kv_fp8, planes=1)
+    queries = torch.randn(case.num_tokens, heads * dim, device=DEVICE)
+    weights = torch.randn(case.num_tokens, heads, device=DEVICE)
+    pool = Pool(case.pool.data[:, 1:], dim)
+    positions = torch.tensor([99, 67, 68, 69], device=DEVICE)
+    sequences = torch.tensor([0, 1, 1, 1], dtype=torch.int32, device=DEVICE)
+    got = index_scores(queries, weights, pool, positions, sequences, case.tensors[3], 100)
+    tolerance = 2e-3 if kv_fp8 else 1e-5
+    for row, (seq, position) in enumerate(zip(sequences.tolist(), positions.tolist(), strict=True)):
+        keys = case.kv[seq][0][0, : position + 1]
+        found = (queries[row].view(heads, dim).cpu().double() @ keys.T).relu()
+        expected = weights[row].cpu().double() @ found
+        size = float(expected.abs().max())
+        assert (got[row, : position + 1].cpu() - expected).abs().max() < tolerance * size
+        assert (got[row, position + 1 :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(("splits", "kv_fp8"), [(1, True), (3, False)])
+def test_latents_of_selected_positions_are_a_context(splits, kv_fp8, monkeypatch):
+    monkeypatch.setattr(latent, "MIN_KEYS", 32)
+    monkeypatch.setattr(decode, "MIN_KEYS", 32)
+    heads, rank, rope_dim, topk = 5, 48, 8, 70
+    case = paged(
+        [(1, 100), (2, 90)], 1, rank + rope_dim, dtype=torch.float32, kv_fp8=kv_fp8, planes=1
+    )
+    queries = torch.randn(case.num_tokens, heads, rank + rope_dim, device=DEVICE)
+    order = torch.Generator().manual_seed(4)
+    lengths = (topk, 40, topk)
+    chosen = [torch.randperm(88, generator=order)[:topk].sort().values for _ in lengths]
+    ints = [torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ((0, 1, 1), lengths)]
+    rows = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    selected = latent.Selected(
+        torch.stack(chosen).int().to(DEVICE), ints[0], rows, torch.ones_like(rows), ints[1]
+    )
+    out = torch.full((3, heads, rank), float("nan"), device=DEVICE)
+    latent.latent_decode(
+        out, queries, case.pool, 1, rows, selected.query_len, selected.context_len,
+        case.tensors[3], rank=rank, scale=0.1, num_splits=splits, tiling=TILING, selected=selected,
+    )  # fmt: skip
+    for row, length in enumerate(lengths):
+        keys = case.kv[min(row, 1)][0][0, chosen[row][:length]]
+        scores = queries[row].cpu().double() @ keys.T * 0.1
+        expected = scores.softmax(-1) @ keys[:, :rank]
+        torch.testing.assert_close(out[row].cpu().double(), expected, rtol=5e-3, atol=5e-3)
 
 
 def test_padding_of_a_captured_step_is_not_computed():

@@ -181,6 +181,21 @@ def test_experts_stay_as_they_are_stored(family, checkpoint_of, tmp_path):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("family", ["deepseek32", "glm5-shared"])
+def test_sparse_attention_gives_the_tokens_of_torch(family, checkpoint_of):
+    """A prompt in chunks, the first within `index_topk`, beside a decode, then both decode."""
+    model, tokens = checkpoint_of(family, index_topk=4), []
+    for kind in ("torch", "triton"):
+        world, long, short = World(model, kind), Talk(LONG[:11], [9, 4]), Talk(SHORT, [3])
+        step(world, long, counts=[3])
+        step(world, long, short, counts=[5, None])
+        step(world, long, short)
+        for _ in range(3):
+            step(world, long, short)
+        tokens.append((long.output, short.output))
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("counts", [[18], [7, 11]])
 def test_what_a_prompt_gives_is_that_of_torch(triton, path, counts):
     """Beside a decode: its log-probabilities, and its embedding."""

@@ -4,6 +4,13 @@
 
 #include <stdint.h>
 
+/* Sparse attention of latents: which positions a token attends to. Those before `topk` attend to all. */
+typedef struct {
+    int64_t heads, dim, topk; /* of index queries and keys */
+    int64_t num_seqs;
+    int32_t *selected; /* [num_tokens, topk]: ascending; of tokens from position `topk` on */
+} Selection;
+
 /* Attention of the layers that share a window and a rope, for one batch.
  *
  * A KV head with many query heads is cut into `shares` of `group` query heads each; a "head" of an
@@ -28,6 +35,7 @@ typedef struct {
     int64_t window, num_sinks; /* 0: none; a negative window: chunks, or ALL_BUT_FIRST */
     int64_t rope_at, rope_dim; /* which of a head's dimensions are rotated */
     int64_t mixed_half;        /* half of the dimensions with a Hadamard transform; 0: none */
+    Selection *selection;      /* NULL: there is none */
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
     int32_t low_precision; /* BF16_PAIRS, AMX, FP16 or INT16: what both GEMMs compute in; 0: float32 */
@@ -47,10 +55,17 @@ int64_t kvr_attention_short_query(void);
 /* Work for `kvr_attention`, heaviest first within a sequence. `num_heads` counts the shares. Fills
  * `items` and `merges` (see Attention), and counts[3] = items, merges, partials. A sequence has one
  * item for each head and tile, or up to context_len / kvr_attention_split_keys() + 2 if its query is
- * short. */
+ * short. Queries from position `topk` on, if it is not 0, are left out. */
 void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_t *context_len,
                         int64_t num_heads, int64_t tile, int64_t window, int64_t sinks,
-                        int32_t *items, int32_t *merges, int64_t *counts);
+                        int64_t topk, int32_t *items, int32_t *merges, int64_t *counts);
+
+/* Whether some token of the batch attends to chosen positions. */
+int kvr_selects(const Attention *attention);
+
+/* Fills in what such tokens attend to: queries [num_tokens, heads, dim], rotated, weights [num_tokens,
+ * heads]; pool: the layer's first index key in block 0, blocks as those of `attention`. */
+void kvr_select(const Attention *attention, const float *queries, const float *weights, const void *pool);
 
 /* `attention` with other rows, result and layer. */
 void kvr_attention(const Attention *attention, const float *qkv, float *out, const void *pool);

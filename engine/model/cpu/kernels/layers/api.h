@@ -92,6 +92,10 @@ void kvr_embed(const void *table, int bf16, const int64_t *tokens, int64_t count
 void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y, int64_t rows,
                   int64_t width, float eps, int threads);
 
+/* LayerNorm of each row of x [rows, width], in place. */
+void kvr_layer_norm(float *x, const float *weight, const float *bias, int64_t rows, int64_t width,
+                    float eps, int threads);
+
 /* qkv: [count, (num_heads + 2 * num_kv_heads) * head_dim], of the batch's tokens from `first` on.
  * Queries are rotated in place, keys and values are written to the pool (address of the layer's
  * keys in block 0). q_norm, k_norm: [head_dim], or NULL. */

@@ -37,6 +37,26 @@ void kvr_rms_norm(const float *x, int64_t stride, const float *weight, float *y,
     run_rows(&t, norm_task, threads);
 }
 
+static void layer_norm_task(void *arg, int64_t task) {
+    const Rows *t = arg;
+    const float *bias = t->x;
+    int64_t width = t->width;
+    for (int64_t r = task * t->step; r < (task + 1) * t->step && r < t->rows; r++) {
+        float *y = t->y + r * width, mean = 0, square = 0;
+        for (int64_t i = 0; i < width; i++) mean += y[i];
+        mean /= (float)width;
+        for (int64_t i = 0; i < width; i++) square += (y[i] - mean) * (y[i] - mean);
+        float scale = 1.0f / sqrtf(square / (float)width + t->eps);
+        for (int64_t i = 0; i < width; i++) y[i] = (y[i] - mean) * scale * t->weight[i] + bias[i];
+    }
+}
+
+void kvr_layer_norm(float *x, const float *weight, const float *bias, int64_t rows, int64_t width, float eps,
+                    int threads) {
+    Rows t = {.x = bias, .weight = weight, .y = x, .rows = rows, .width = width, .eps = eps};
+    run_rows(&t, layer_norm_task, threads);
+}
+
 /* Rotate the halves (x1, x2) of x [rope_dim] by the position's angles. */
 INLINE void rotate(const Rope *a, float *x, int64_t position) {
     if (!a->cos) return;

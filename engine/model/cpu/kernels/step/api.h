@@ -8,6 +8,15 @@
 #include "../layers/api.h"
 #include "../sampling/api.h"
 
+/* What scores positions for sparse attention; the layer's `Attention` has the rest. */
+typedef struct {
+    Matrix queries, keys, weights; /* from the queries' latent; the others from normed hidden rows */
+    const float *norm, *norm_bias; /* LayerNorm of keys */
+    const Rope *rope;              /* of queries and keys, and where keys go; NULL: no indexer */
+    void *pool;                    /* the layer's first index key in block 0 */
+    float eps;
+} Indexer;
+
 /* Multi-head latent attention. Each head has two matrices of its own: its queries (the part without
  * rotation) to the latent space, and what attention returns from there to values. */
 typedef struct {
@@ -17,6 +26,7 @@ typedef struct {
     const char *key_up, *value_up; /* of each head: [rank, nope] and [value, rank] */
     int64_t kind, heads, q_rank, rank, nope, rope, value;
     float scale; /* of latents, before they are normed */
+    Indexer indexer;
 } Latent;
 
 /* A recurrent layer: what a projection makes of the normed hidden rows passes a convolution and, but of

@@ -66,8 +66,9 @@ static void plan(const Decode *d) {
     for (int64_t i = 0; i < d->num_attentions; i++) {
         Attention *a = d->attentions[i];
         int64_t counts[3], heads = a->num_heads / a->group, tile = kvr_attention_tile(a->group, a->head_dim);
+        if (a->selection) a->selection->num_seqs = d->num_seqs;
         kvr_attention_plan(d->num_seqs, a->query_len, a->context_len, heads, tile, a->window,
-                           a->num_sinks, (int32_t *)a->items, (int32_t *)a->merges, counts);
+                           a->num_sinks, a->selection ? a->selection->topk : 0, (int32_t *)a->items, (int32_t *)a->merges, counts);
         a->num_items = counts[0], a->num_merges = counts[1];
     }
 }

@@ -66,6 +66,29 @@ static void latent_row(void *arg, int64_t r) {
         memcpy(t->step->qkv + h * to + l->rank, t->queries + h * from + l->nope, sizeof(float) * l->rope);
 }
 
+/* Index keys go to the pool, and where tokens attend to some positions alone, these are chosen. q_latents:
+ * normed, rows `ldx` apart. */
+static void run_indexer(const Layer *layer, const Step *s, const float *q_latents, int64_t ldx) {
+    const Indexer *x = &layer->latent.indexer;
+    int64_t n = s->rows, dim = x->keys.rows, width = x->queries.rows;
+    int selects = kvr_selects(layer->attention);
+    float *keys = kvr_scratch(SCRATCH_INDEX, sizeof(float) * n * (dim + selects * (width + x->weights.rows)));
+    float *queries = keys + n * dim, *weights = queries + n * width;
+    Rope rope = *x->rope;
+    multiply_normed(s, gemm_of(s, s->hidden, &x->keys, keys), layer->input_norm);
+    kvr_layer_norm(keys, x->norm, x->norm_bias, n, dim, x->eps, s->threads);
+    if (selects) {
+        Gemm made = gemm_of(s, q_latents, &x->queries, queries);
+        made.ldx = ldx;
+        kvr_run_with_terms(s, &made);
+        multiply_normed(s, gemm_of(s, s->hidden, &x->weights, weights), layer->input_norm);
+    } else {
+        rope.num_heads = 0;
+    }
+    kvr_latent_write(&rope, queries + rope.rope_at, width, dim, keys, dim, x->pool, n, s->threads);
+    if (selects) kvr_select(layer->attention, queries, weights, x->pool);
+}
+
 static void before_latent(const Layer *layer, const Step *s) {
     const Latent *l = &layer->latent;
     int64_t n = s->rows, width = l->compress.rows, from = l->nope + l->rope, to = l->rank + l->rope;
@@ -87,6 +110,7 @@ static void before_latent(const Layer *layer, const Step *s) {
     kvr_parallel(s->threads, n, latent_row, &t);
     kvr_latent_write(layer->rope, s->qkv + l->rank, l->heads * to, to, compressed + l->q_rank, width,
                      layer->pool, n, s->threads);
+    if (l->indexer.rope) run_indexer(layer, s, compressed, width);
 }
 
 /* Up to the queries, keys and values. */
