@@ -195,7 +195,8 @@ def main(
         ran = msgspec.json.decode(traced.read_bytes(), type=dict[str, Ran])
     else:
         files = [path for folder in TESTS for path in _found(f"tests/{folder}.py")]
-        ran = _trace([path for path in files if "/test_vllm" not in path], paths)
+        every = [path for pattern in AREAS.values() for path in _found(pattern)]
+        ran = _trace([path for path in files if "/test_vllm" not in path], every)
         if traced is not None:
             traced.write_bytes(msgspec.json.encode(ran))
     ran = {nodeid: each for nodeid, each in ran.items() if each.lines.keys() & {*paths}}
