@@ -75,11 +75,13 @@ else
 endif
 	@touch $@
 
-# What tests of `make test-all` need beside that: packages, commands, and vLLM.
+# What tests of `make test-all` need beside that: packages, commands, and vLLM. Tests are skipped,
+# and say so, for what cannot be had here.
 setup-all: $(VENV)/.stamp-all
 
-$(VENV)/.stamp-all: $(STAMP) $(VLLM)/.stamp
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+$(VENV)/.stamp-all: $(STAMP)
+	-$(MAKE) setup-vllm
+	-$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 		-c constraints.txt -e '.[all,test,browser,test-models]'
 	$(BIN)/python -m tests.needs
 	@touch $@
@@ -117,7 +119,7 @@ test-slow: setup
 # disks. `soak` is for what takes still longer, each by its own command.
 test-all: test test-slow setup-all
 	$(BIN)/python -m pytest -m 'not gpu and not e2e and long and not soak' -n 2 --dist loadfile
-	KVRELAY_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
+	KVRELAY_VLLM_PYTHON=$$(test -e $(VLLM)/.stamp && echo $(CURDIR)/$(VLLM)/bin/python) \
 		$(BIN)/python -m pytest -m 'not gpu and e2e and long and not soak' $(E2E)
 
 lint: setup

@@ -15,6 +15,14 @@ from kvrelay.engine import adapter_copies
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, PACKAGED, resolve_model
 from kvrelay.engine.model.errors import ModelError
 
+LONG_TIMEOUT_S = 900.0  # what takes two minutes at rest ends on a busy machine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
+
 
 def pytest_collection_finish() -> None:
     """A full collection would look at every collected test, for most of a second each time."""

@@ -13,8 +13,11 @@ from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.kv.events import KVEvents
 from kvrelay.engine.messages import Abort, TokenDeltas
 from kvrelay.engine.request import FinishReason, SamplingParams
+from kvrelay.engine.scheduling.selection import followers
 from kvrelay.engine.step import Sampled, Step, StepDone
 from kvrelay.prefill_worker.messages import Prefill
+from tests.engine.configs import worker_config
+from tests.engine.sequences import sequence
 from tests.worker.world import BLOCK_SIZE, World, next_token, reference
 
 PROMPTS = {f"r{i}": [i + 1] * (5 + 3 * i) for i in range(5)}
@@ -269,3 +272,24 @@ def test_the_context_ends_a_repeat_where_it_ends_the_request() -> None:
     world.assert_finishes("a", prompt, 3)
     assert ends(world) == {"a": FinishReason.LENGTH}
     world.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "is_in_step", "is_followed"),
+    [
+        (2, True, True),
+        (2, False, False),
+        (1, False, True),
+        (3, True, False),
+    ],
+)
+def test_a_decode_may_follow_a_step_by_the_tokens_that_it_will_have(
+    min_tokens: int, is_in_step: bool, is_followed: bool
+) -> None:
+    """While it may not stop, its logits are edited, which the host does."""
+    params = SamplingParams(max_tokens=8, stop_token_ids=(9,), min_tokens=min_tokens)
+    seq = sequence([1, 2, 3, 4], sampling=params, num_prompt_tokens=3, reserve_growth=True)
+    seq.num_computed = 3
+    step, in_step = Step(1, [], may_be_followed=True), [seq] if is_in_step else []
+    found = followers(step, in_step, [seq], worker_config())
+    assert found == ([(seq, 0 if is_in_step else None)] if is_followed else None)

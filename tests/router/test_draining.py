@@ -66,3 +66,17 @@ def test_an_older_epoch_does_not_drain() -> None:
     s.tell(WorkerDraining("decode-0", 0))
     s.submit(tokens=range(10))
     assert s.dispatched()[0] == "decode-0"
+
+
+def test_an_older_life_does_not_end_the_draining() -> None:
+    s = Script("decode-1")
+    s.up("decode-0", epoch=2)
+    s.tell(WorkerDraining("decode-0", 2))
+    s.up("decode-0", epoch=1)
+    s.submit("r1", tokens=range(10))
+    assert s.dispatched()[0] == "decode-1"
+    s.delta("decode-1", 10, 999, request_id="r1", finish=FinishReason.STOP)
+    s.up("decode-0", epoch=2)  # it stays after all
+    s.tell(WorkerDraining("decode-1", 1))
+    s.submit("r2", tokens=range(10))
+    assert s.dispatched()[0] == "decode-0"

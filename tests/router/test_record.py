@@ -10,7 +10,8 @@ from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.request import FinishReason, SamplingParams, TokenDelta
 from kvrelay.router.messages import Submit
-from kvrelay.router.record import DeltaFit, RequestRecord
+from kvrelay.router.placement.endpoint import Endpoint
+from kvrelay.router.record import CLEARED_TOKENS, Attempt, DeltaFit, RequestRecord
 from tests.router.script import BLOCK, worker_info
 
 PROMPT = tuple(range(10))
@@ -112,3 +113,52 @@ def test_cached_tokens_are_those_of_the_prompt_from_known_sources(
     record.note_cached(num_cached, by_source)
     assert record.num_cached_tokens == min(num_cached, len(PROMPT))
     assert record.cached_by_source == expected
+
+
+@pytest.mark.parametrize(
+    ("known", "first", "expected"),
+    [
+        ([(0, "a")], 10, [(0, "a")]),
+        ([(0, "a"), (11, "b")], 10, [(0, "a"), (1, "b")]),
+        ([(0, "a"), (11, "b")], 11, [(1, "b")]),  # none of these tokens is by the first
+        ([(0, "a"), (12, "b")], 10, [(0, "a")]),  # the second has computed none yet
+        ([(0, "a"), (11, "a")], 10, [(0, "a")]),
+    ],
+)
+def test_positions_are_noted_from_which_other_weights_computed(
+    known: list[tuple[int, str]], first: int, expected: list[tuple[int, str]]
+) -> None:
+    record = record_of(20, 21)
+    record.note_weights(tuple(known), first)
+    record.note_weights(tuple(known[-1:]), first)
+    assert record.weights == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "in_a_row"), [(CLEARED_TOKENS - 1, 2), (CLEARED_TOKENS, 1)])
+def test_a_lost_worker_counts_in_a_row_unless_it_had_brought_tokens(
+    num_tokens: int, in_a_row: int
+) -> None:
+    record, endpoint = record_of(), Endpoint(worker_info("decode-0"), 0.0)
+    for number, tokens in enumerate((1, num_tokens)):
+        attempt = Attempt(number, endpoint, None, 0.0, num_tokens=len(record.tokens))
+        record.tokens += [20] * tokens
+        record.on_lost_worker(attempt)
+    assert (record.lost_workers, record.lost_in_a_row) == (2, in_a_row)
+    assert record.is_suspect == (in_a_row == 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "temperature", "repeats_draws", "redraws"),
+    [
+        ((20,), 0.5, False, True),
+        ((), 0.5, False, False),
+        ((20,), 0.0, False, False),
+        ((20,), 0.5, True, False),
+    ],
+)
+def test_an_attempt_draws_anew_where_its_worker_does_not_repeat_what_was_drawn(
+    output: tuple[int, ...], temperature: float, repeats_draws: bool, redraws: bool
+) -> None:
+    record = record_of(*output, temperature=temperature)
+    info = worker_info("decode-0", repeats_draws=repeats_draws)
+    assert record.dispatch(0.0, Endpoint(info, 0.0), None).redraws == redraws

@@ -72,6 +72,16 @@ def test_logprobs_follow_their_tokens_through_an_overlap() -> None:
     assert second.logprobs == probs[1:]
 
 
+def test_weights_are_told_at_the_end_and_before_where_they_changed() -> None:
+    s = Script("decode-0")
+    s.submit()
+    s.delta("decode-0", 10, 7, weights=((0, "one"),))
+    s.delta("decode-0", 11, 8, weights=((0, "one"), (11, "two")))
+    s.delta("decode-0", 12, 999, finish=STOP)
+    told = [output.weights for output in s.take(Output)]
+    assert told == [(), ((0, "one"), (1, "two")), ((0, "one"), (1, "two"))]
+
+
 def test_the_prefill_worker_may_end_it_and_the_decode_worker_is_told() -> None:
     s = Script("prefill-0", "decode-0")
     s.submit(tokens=range(40))

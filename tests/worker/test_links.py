@@ -55,6 +55,8 @@ def test_routers_hear_of_a_rate_before_the_first_read_for_a_request() -> None:
     after = world.told()
     assert 0 < after.read_bytes_per_s < 10, "of reads for requests alone, now that there was one"
     assert after.links == stats.links
+    counters = world.decode.exchange.connector.rates.counters
+    assert counters.keys() == {"kv_read_bytes:peer:prefill", "kv_read_seconds:peer:prefill"}
 
 
 def test_a_read_that_was_not_timed_is_noted_and_nothing_else() -> None:

@@ -230,7 +230,6 @@ class ParallelRunner:
         self._on_lost: OnLost | None = None
         self._closing = False
         self._lock = threading.Lock()  # guards the three above
-        self._tables = SentTables(engine.block_size)
         self._followers: list[Follower] = []
         self._folder = tempfile.TemporaryDirectory(prefix="kvrelay-ranks-")
         meeting = Meeting(str(Path(self._folder.name) / "meeting"))
@@ -256,6 +255,7 @@ class ParallelRunner:
             member = own.join()
             self._group = member.group
             self._runner = ModelRunner(model_dir, model, engine, member=member, progress=progress)
+            self._tables = SentTables(self._runner.kv_spec.block_size)
             for follower in self._followers:
                 follower.wait_ready()
         except BaseException:

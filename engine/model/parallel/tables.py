@@ -74,7 +74,8 @@ class SentTables(_Tables):
         known, first = self._known.get(seq.request_id), 0
         if known and known.table is table and known.num_rewrites == table.num_rewrites:
             first = known.num_rows
-        end = max(first, min(end, table.num_rows))
+        # A part may get its rows later than another: then they are still to be sent.
+        end = max(first, min(end, *(part.end for part in table.parts)))
         self._known[seq.request_id] = _Known(table, table.num_rewrites, end, self._number)
         kept = tuple((part.first, part.num_sinks) for part in table.parts)
         return Rows(first, kept, table.between(first, end) if first < end else None)

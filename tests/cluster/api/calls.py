@@ -32,6 +32,8 @@ class Answer:
     text: str = ""
     names: list[str] = field(default_factory=list)
     arguments: str = ""
+    thought: str = ""
+    ended: str = ""  # why, in the API's own word
 
     def seen(self) -> tuple[str, list[str], Any]:
         """Comparable, however a call's arguments are written."""
@@ -43,6 +45,8 @@ def of_chat(body: dict[str, Any], answer: Answer) -> None:
     for choice in body["choices"]:
         said = choice.get("message") or choice["delta"]
         answer.text += said.get("content") or ""
+        answer.thought += said.get("reasoning_content") or ""
+        answer.ended = choice.get("finish_reason") or answer.ended
         for call in said.get("tool_calls") or ():
             if call["function"].get("name"):
                 answer.names.append(call["function"]["name"])
@@ -59,11 +63,16 @@ def of_response(body: dict[str, Any], answer: Answer) -> None:
         if item["type"] == "function_call":
             answer.names.append(item["name"])
             answer.arguments += item["arguments"]
+        elif item["type"] == "reasoning":
+            answer.thought += "".join(part["text"] for part in item["content"])
         else:
             answer.text += "".join(part["text"] for part in item["content"])
     kind = body.get("type")
+    answer.ended = (body if kind is None else body.get("response", {})).get("status", answer.ended)
     if kind == "response.output_text.delta":
         answer.text += body["delta"]
+    elif kind == "response.reasoning_text.delta":
+        answer.thought += body["delta"]
     elif kind == "response.function_call_arguments.delta":
         answer.arguments += body["delta"]
     elif kind == "response.output_item.added" and body["item"]["type"] == "function_call":
@@ -75,11 +84,15 @@ def of_message(body: dict[str, Any], answer: Answer) -> None:
     blocks = body["content"] if kind == "message" else ()
     for block in (*blocks, *([body["content_block"]] if kind == "content_block_start" else ())):
         answer.text += block.get("text", "")
+        answer.thought += block.get("thinking", "")
         if block["type"] == "tool_use":
             answer.names.append(block["name"])
             answer.arguments += json.dumps(block["input"]) if block["input"] else ""
+    ending = body["delta"] if kind == "message_delta" else body
+    answer.ended = ending.get("stop_reason") or answer.ended
     if kind == "content_block_delta":
         answer.text += body["delta"].get("text", "")
+        answer.thought += body["delta"].get("thinking", "")
         answer.arguments += body["delta"].get("partial_json", "")
 
 
@@ -165,6 +178,10 @@ def asked(body: dict[str, Any]) -> dict[str, Any]:
 
 def ask(http: httpx.Client, url: str, api: Api, body: dict[str, Any], *, stream: bool) -> Answer:
     response = http.post(url + api.path, json=asked(body) | ({"stream": True} if stream else {}))
+    return answer_of(api, response, stream=stream)
+
+
+def answer_of(api: Api, response: httpx.Response, *, stream: bool) -> Answer:
     assert response.status_code == 200, response.text
     answer = Answer()
     if not stream:

@@ -239,27 +239,6 @@ def test_what_is_not_http_gets_a_400_and_a_closed_connection(served: Served) -> 
     assert raw(served, b"\x00\x01 this is not HTTP\r\n\r\n").startswith(b"HTTP/1.1 400")
 
 
-@pytest.mark.parametrize(
-    ("reason", "status"),
-    [
-        (Refusal.QUEUE_FULL, 429),
-        (Refusal.CONTEXT_LENGTH, 400),
-        (Refusal.NEVER_FITS, 400),
-        (Refusal.NO_WORKERS, 503),
-        (Refusal.DEADLINE, 504),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_the_router_refuses_keeps_its_reason(
-    served: Served, reason: Refusal, status: int, stream: bool
-) -> None:
-    served.router.refuse = Failed("", reason, f"because of {reason}", 2.5)
-    response = served.post({"model": MODEL, "messages": ASK, "stream": stream})
-    error = error_of(response, status)
-    assert (error["code"], error["message"]) == (reason.value, f"because of {reason}")
-    assert response.headers["retry-after"] == "3"
-
-
 @pytest.mark.parametrize("reason", [Refusal.ATTEMPTS, Refusal.WORKER_FAILED, Refusal.UNKNOWN])
 def test_what_failed_inside_is_logged_and_not_shown(
     served: Served, reason: Refusal, caplog: pytest.LogCaptureFixture

@@ -102,6 +102,19 @@ def test_followers_leave_out_whom_their_leader_leaves_out(limits):
     assert 10 < num_faulty < 190
 
 
+def test_rows_that_a_group_gets_later_than_another_are_sent():
+    limits = LIMITS["groups"]
+    ranks, blocks = Ranks(limits), [*range(NUM_BLOCKS)]
+    ranks.sent = SentTables(SIZE // 2)  # more rows than a step needs
+    table = table_of([blocks.pop() for _ in range(3 * limits.num_groups)], limits)
+    whole, *others = table.parts
+    whole.add([blocks.pop() for _ in range(3 * len(whole.groups))])
+    assert not ranks.step(scheduled([1] * 12, 0, table))[1]
+    for part in others:
+        part.add([blocks.pop() for _ in range(3 * len(part.groups))])
+    assert not ranks.step(scheduled([1] * 12, 12, table))[1]
+
+
 def test_both_ends_forget_who_has_no_part():
     ranks = Ranks(LIMITS["plain"])
     one, other = scheduled([1], 6, BlockTable.of([1, 2])), scheduled([1], 6, BlockTable.of([3, 4]))

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvrelay.decode_worker.messages import Decode
 from kvrelay.engine.request import SamplingParams
-from kvrelay.router.admission.blocked import MAX_HELD_BACK, Blocked
 from kvrelay.router.admission.flow import MAX_IDLE
 from kvrelay.router.messages import Submit
 from kvrelay.router.record import RequestRecord
@@ -19,90 +18,6 @@ from tests.router.admission.queue_script import QueueScript
 from tests.router.script import CLIENT, Script, worker_stats
 
 SIZES = st.lists(st.floats(0.1, 10.0), min_size=20, max_size=60)
-
-
-@settings(max_examples=25, deadline=None)
-@given(SIZES, SIZES)
-def test_agents_share_within_one_request(ones: list[float], others: list[float]) -> None:
-    s = QueueScript()
-    for units in ones:
-        s.push("", units, root="one")
-    for units in others:
-        s.push("", units, root="other")
-    left, work = {"one": len(ones), "other": len(others)}, {"one": 0.0, "other": 0.0}
-    while all(left.values()):
-        record = s.serve()
-        assert record is not None
-        left[record.submit.root] -= 1
-        work[record.submit.root] += s.queue.entry(record).units
-        assert abs(work["one"] - work["other"]) <= max(ones) + max(others) + 1e-6
-        s.queue.check_integrity()
-
-
-def test_an_agent_with_many_subagents_does_not_starve_anothers_next_turn() -> None:
-    s = QueueScript()
-    for _ in range(50):
-        s.push(root="crowd")
-    s.serve()
-    for _ in range(5):
-        turn = s.push(root="other")
-        assert turn in [s.serve(), s.serve()]
-
-
-def test_many_agents_of_one_caller_have_one_callers_share() -> None:
-    s = QueueScript()
-    for number in range(40):
-        s.push(caller="many", root=f"agent-{number}")
-        s.push(caller="one", root="agent")
-    served = [s.serve() for _ in range(40)]
-    ones = sum(record is not None and record.submit.caller == "one" for record in served)
-    assert abs(ones - 20) <= 1
-
-
-def test_of_one_agent_the_oldest_goes_first() -> None:
-    s = QueueScript()
-    own = [s.push(units=units, root="a") for units in (5.0, 1.0, 3.0)]
-    other = [s.push(units=units, root="b") for units in (9.0, 1.0)]
-    order = [s.serve() for _ in range(5)]
-    assert [record for record in order if record in own] == own
-    assert [record for record in order if record in other] == other
-
-
-def test_a_full_queue_takes_from_the_agent_that_has_most() -> None:
-    s = QueueScript()
-    crowd = [s.push(root="crowd") for _ in range(9)]
-    s.push(root="other")
-    assert s.queue.surplus(9) is crowd[-1]
-
-
-def test_what_an_agent_waits_for_stops_only_its_own() -> None:
-    s = QueueScript()
-    for _ in range(2 * MAX_HELD_BACK):
-        s.push(root="crowd")
-    other = s.push(root="other")
-    blocked = Blocked()
-    for _ in range(MAX_HELD_BACK):
-        entry = s.queue.next(blocked)
-        assert entry is not None
-        assert entry.record.submit.root == "crowd"
-        blocked.add(entry, is_held_back=True)
-    entry = s.queue.next(blocked)
-    assert entry is not None
-    assert entry.record is other
-
-
-def test_what_many_agents_wait_for_stops_their_caller() -> None:
-    """So that not all of them are tried at every message."""
-    s = QueueScript()
-    for number in range(20):
-        s.push(caller="a", root=f"agent-{number}")
-    other = s.push(caller="b")
-    blocked, tried = Blocked(), []
-    while (entry := s.queue.next(blocked)) is not None:
-        tried.append(entry.record)
-        blocked.add(entry, is_held_back=True)
-    assert len(tried) == MAX_HELD_BACK + 1
-    assert other in tried
 
 
 def test_what_goes_before_counts_another_agents_crowd_once() -> None:

@@ -1,4 +1,5 @@
-"""Callers of one tenant: they share by work, and one that has much waiting keeps nobody waiting."""
+"""Callers of a tenant and agents of a caller share by work, and one with much waiting keeps nobody
+waiting."""
 
 from __future__ import annotations
 
@@ -18,57 +19,111 @@ LATE_SHARE = 0.25
 SIZES = st.lists(st.floats(0.1, 10.0), min_size=20, max_size=60)
 
 
-def sent(s: QueueScript) -> str:
+# Those who share, and among whom: callers of a tenant, and agents of a caller.
+each_level = pytest.mark.parametrize(("who", "among"), [("caller", "tenant"), ("root", "caller")])
+
+
+def sent(s: QueueScript, who: str) -> str:
     """Serves one; returns whose it was."""
     record = s.serve()
     assert record is not None
-    return record.submit.caller
+    name: str = getattr(record.submit, who)
+    return name
 
 
+@each_level
 @settings(max_examples=25, deadline=None)
 @given(SIZES, SIZES)
-def test_callers_that_have_requests_waiting_share_within_one_request(
-    ones: list[float], others: list[float]
+def test_who_has_requests_waiting_shares_within_one_request(
+    who: str, among: str, ones: list[float], others: list[float]
 ) -> None:
     s = QueueScript()
-    records = [s.push("", units, caller="one") for units in ones]
-    records += [s.push("", units, caller="other") for units in others]
+    for name, sizes in (("one", ones), ("other", others)):
+        for units in sizes:
+            s.push("", units, **{who: name})
     left, work = {"one": len(ones), "other": len(others)}, {"one": 0.0, "other": 0.0}
     while all(left.values()):
         record = s.serve()
         assert record is not None
-        left[record.submit.caller] -= 1
-        work[record.submit.caller] += s.queue.entry(record).units
+        name = getattr(record.submit, who)
+        left[name] -= 1
+        work[name] += s.queue.entry(record).units
         assert abs(work["one"] - work["other"]) <= max(ones) + max(others) + 1e-6
+        s.queue.check_integrity()
 
 
-def test_who_comes_after_a_flood_goes_next() -> None:
+@each_level
+def test_who_comes_after_a_flood_goes_next(who: str, among: str) -> None:
     s = QueueScript()
     for _ in range(200):
-        s.push(caller="flood")
+        s.push(**{who: "flood"})
     s.serve()
     for _ in range(3):
-        s.push(caller="chat")
-        assert "chat" in {sent(s), sent(s)}
+        s.push(**{who: "chat"})
+        assert "chat" in {sent(s, who), sent(s, who)}
 
 
-def test_within_a_caller_the_oldest_goes_first() -> None:
+@each_level
+def test_the_oldest_of_one_goes_first(who: str, among: str) -> None:
     s = QueueScript()
-    flood = [s.push(units=units, caller="flood") for units in (5.0, 1.0, 3.0)]
-    chat = [s.push(units=units, caller="chat") for units in (9.0, 1.0)]
+    flood = [s.push(units=units, **{who: "flood"}) for units in (5.0, 1.0, 3.0)]
+    chat = [s.push(units=units, **{who: "chat"}) for units in (9.0, 1.0)]
     order = [s.serve() for _ in range(5)]
     assert [record for record in order if record in flood] == flood
     assert [record for record in order if record in chat] == chat
 
 
-def test_many_callers_are_one_tenant() -> None:
+@each_level
+def test_many_have_the_share_of_one_among_whom_they_are(who: str, among: str) -> None:
     s = QueueScript()
     for number in range(40):
-        s.push("many", caller=f"caller-{number}")
-        s.push("one", caller="caller")
-    for _ in range(40):
-        s.serve()
-    assert abs(s.served[0, "many"] - s.served[0, "one"]) <= 1
+        s.push(**{among: "many", who: f"number-{number}"})
+        s.push(**{among: "one", who: "number"})
+    served = [sent(s, among) for _ in range(40)]
+    assert abs(served.count("one") - 20) <= 1
+
+
+@each_level
+def test_a_full_queue_takes_from_whom_has_most(who: str, among: str) -> None:
+    s = QueueScript()
+    flood = [s.push(**{who: "flood"}) for _ in range(9)]
+    s.push(**{who: "chat"})
+    assert s.queue.surplus(9) is flood[-1]
+    s.end(flood[-1], 0.0)
+    s.push(**{who: "other"})
+    assert s.queue.surplus(9) is flood[-2]
+
+
+@each_level
+def test_what_one_waits_for_stops_only_its_own(who: str, among: str) -> None:
+    s = QueueScript()
+    for _ in range(2 * MAX_HELD_BACK):
+        s.push(**{who: "flood"})
+    chat = s.push(**{who: "chat"})
+    blocked = Blocked()
+    for _ in range(MAX_HELD_BACK):
+        entry = s.queue.next(blocked)
+        assert entry is not None
+        assert getattr(entry.record.submit, who) == "flood"
+        blocked.add(entry, is_held_back=True)
+    entry = s.queue.next(blocked)
+    assert entry is not None
+    assert entry.record is chat
+
+
+@each_level
+def test_what_many_wait_for_stops_those_among_whom_they_are(who: str, among: str) -> None:
+    """So that not all of them are tried at every message."""
+    s = QueueScript()
+    for number in range(20):
+        s.push(**{among: "a", who: f"number-{number}"})
+    other = s.push(**{among: "b"})
+    blocked, tried = Blocked(), []
+    while (entry := s.queue.next(blocked)) is not None:
+        tried.append(entry.record)
+        blocked.add(entry, is_held_back=True)
+    assert len(tried) == MAX_HELD_BACK + 1
+    assert other in tried
 
 
 def test_one_request_at_a_time_does_not_evade_that_it_takes_more() -> None:
@@ -85,47 +140,6 @@ def test_one_request_at_a_time_does_not_evade_that_it_takes_more() -> None:
         if record.submit.caller == "heavy":
             s.push(units=20.0, caller="heavy")
     assert abs(work["many"] - work["heavy"]) <= 21
-
-
-def test_a_full_queue_takes_from_the_caller_that_has_most() -> None:
-    s = QueueScript()
-    flood = [s.push(caller="flood") for _ in range(9)]
-    s.push(caller="chat")
-    assert s.queue.surplus(9) is flood[-1]
-    s.end(flood[-1], 0.0)
-    s.push(caller="other")
-    assert s.queue.surplus(9) is flood[-2]
-
-
-def test_what_a_caller_waits_for_stops_only_its_own() -> None:
-    s = QueueScript()
-    for _ in range(2 * MAX_HELD_BACK):
-        s.push(caller="flood")
-    chat = s.push(caller="chat")
-    blocked = Blocked()
-    for _ in range(MAX_HELD_BACK):
-        entry = s.queue.next(blocked)
-        assert entry is not None
-        assert entry.record.submit.caller == "flood"
-        blocked.add(entry, is_held_back=True)
-    entry = s.queue.next(blocked)
-    assert entry is not None
-    assert entry.record is chat
-
-
-def test_what_many_callers_wait_for_stops_their_tenant() -> None:
-    """So that not all of them are tried at every message."""
-    s = QueueScript()
-    for number in range(20):
-        s.push("a", caller=f"caller-{number}")
-    other = s.push("b")
-    blocked = Blocked()
-    tried = []
-    while (entry := s.queue.next(blocked)) is not None:
-        tried.append(entry.record)
-        blocked.add(entry, is_held_back=True)
-    assert len(tried) == MAX_HELD_BACK + 1
-    assert other in tried
 
 
 def test_a_turn_of_another_caller_is_not_counted_as_passing() -> None:

@@ -64,7 +64,8 @@ def test_a_link_that_always_fails_is_left_alone_after_three(phases: dict[str, fl
     assert sum(went) == 3
     (link,) = s.router.status(s.now).bad_links
     assert (link.source, link.reader, link.lost_share) == (*BROKEN, 1.0)
-    assert link.wait_s > 4.0
+    most_s = phases.get("transfer") or sum(phases.values()) - phases.get("prefill", 0.0)
+    assert 4.0 < link.wait_s < most_s, "what was expected to pass anyway is not counted"
     assert s.router.status(s.now).totals.kv_lost == {"handoff": 3}
     assert [note.counter for note in s.notes] == ["kv_link_bad"]
     explained = [reason(s.router.explain(f"r{n}")[0]) for n in range(30, 60)]

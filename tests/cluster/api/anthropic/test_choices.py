@@ -8,70 +8,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from tests.cluster.api.anthropic.claude import ASK, THINK, WEATHER, ask, client, post
+from tests.cluster.api.anthropic.claude import ASK, WEATHER, ask, client, post
 from tests.cluster.api.conftest import MODEL, Served
-from tests.cluster.api.tools.templates import CALL, OSLO, allows, call_text, says
+from tests.cluster.api.tools.templates import OSLO, allows, call_text, says
 
 CLOCK: dict[str, Any] = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
 TOOLS = [WEATHER, CLOCK]
 TIME = call_text("clock", "{}")
-
-
-@pytest.mark.slow
-def test_any_is_a_call_of_any_tool(thinking: Served) -> None:
-    says(thinking, CALL)
-    ask(thinking, tools=TOOLS, tool_choice={"type": "any"})
-    assert allows(thinking, CALL)
-    assert allows(thinking, TIME)
-    assert allows(thinking, f"{TIME}\n{CALL}")
-    assert not allows(thinking, "It rains.")
-
-
-def test_tool_is_a_call_of_that_tool_alone(thinking: Served) -> None:
-    says(thinking, CALL)
-    ask(thinking, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
-    assert allows(thinking, CALL)
-    assert not allows(thinking, TIME)
-    assert not allows(thinking, f"{CALL}\n{CALL}")
-
-
-def test_without_parallel_calls_there_is_one(thinking: Served) -> None:
-    says(thinking, CALL)
-    choice = {"type": "any", "disable_parallel_tool_use": True}
-    ask(thinking, tools=TOOLS, tool_choice=choice)
-    assert allows(thinking, TIME)
-    assert not allows(thinking, f"{TIME}\n{CALL}")
-
-
-def test_auto_leaves_the_model_free(thinking: Served) -> None:
-    says(thinking, CALL)
-    for choice in ({}, {"tool_choice": {"type": "auto"}}):
-        answer = ask(thinking, tools=TOOLS, **choice)
-        assert thinking.router.submits[-1].sampling.grammar == ""
-        assert answer.stop_reason == "tool_use"
-
-
-def test_a_strict_tool_holds_its_schema_whenever_it_is_called(thinking: Served) -> None:
-    says(thinking, CALL)
-    ask(thinking, tools=[{**WEATHER, "strict": True}])
-    assert allows(thinking, "It rains.")
-    assert allows(thinking, f"I look.\n{CALL}")
-    assert not allows(thinking, call_text("weather", '{"city": 5}'))
-
-
-def test_none_leaves_text_that_looks_like_a_call_alone(thinking: Served) -> None:
-    says(thinking, CALL)
-    answer = ask(thinking, tools=TOOLS, tool_choice={"type": "none"})
-    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": CALL}]
-    assert answer.stop_reason == "end_turn"
-    assert thinking.router.submits[0].sampling.grammar == ""
-
-
-def test_reasoning_may_come_before_a_call_that_is_demanded(thinking: Served) -> None:
-    says(thinking, f"Hm.\n</think>\n\n{CALL}")
-    answer = ask(thinking, tools=TOOLS, tool_choice={"type": "any"}, thinking=THINK)
-    assert [block.type for block in answer.content] == ["thinking", "tool_use"]
-    assert allows(thinking, f"Hm.\n</think>\n\n{CALL}")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +34,6 @@ def test_a_choice_that_there_is_not(served: Served, choice: Any, said: str) -> N
     response = post(served, tools=TOOLS, tool_choice=choice)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(said)
-
-
-def test_a_call_cannot_be_demanded_without_tools(served: Served) -> None:
-    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
-        response = post(served, tool_choice=choice)
-        assert response.status_code == 400, choice
-        assert "only allowed where there are 'tools'" in response.json()["error"]["message"]
-    for kind in ("auto", "none"):
-        assert post(served, tool_choice={"type": kind}).status_code == 200
 
 
 @pytest.mark.parametrize("field", ["output_format", "output_config"])

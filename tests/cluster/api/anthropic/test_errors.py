@@ -16,8 +16,6 @@ from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.config import TenantEntry
-from kvrelay.engine.request import Refusal
-from kvrelay.router.messages import Failed
 from tests.cluster.api.anthropic.claude import ASK, WEATHER, ask, client, post, shape
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served, serve, wait_until
 from tests.cluster.api.tools.templates import events_of
@@ -116,14 +114,6 @@ def test_an_unknown_model_is_a_404(served: Served, path: str) -> None:
         ask(served, model="claude-9")
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_body_above_the_limit_is_a_413(served: Served, path: str) -> None:
-    long = "x" * served.ctx.settings.max_body_bytes
-    response = post(served, path, messages=[{"role": "user", "content": long}])
-    assert error_of(response, 413)[0] == "request_too_large"
-    assert response.headers["connection"] == "close"
-
-
 def test_a_prompt_that_is_too_long_names_both_numbers(served: Served) -> None:
     long = [{"role": "user", "content": "word " * 2000}]
     kind, message = error_of(post(served, messages=long), 400)
@@ -131,28 +121,6 @@ def test_a_prompt_that_is_too_long_names_both_numbers(served: Served) -> None:
     assert f"is {MAX_MODEL_LEN} tokens" in message
     counted = post(served, PATHS[1], messages=long).json()["input_tokens"]
     assert f"the prompt has {counted}" in message
-
-
-@pytest.mark.parametrize(
-    ("reason", "status", "kind", "error"),
-    [
-        (Refusal.OVERLOADED, 429, "rate_limit_error", anthropic.RateLimitError),
-        (Refusal.QUEUE_FULL, 429, "rate_limit_error", anthropic.RateLimitError),
-        (Refusal.NO_WORKERS, 503, "overloaded_error", anthropic.InternalServerError),
-        (Refusal.DEADLINE, 504, "timeout_error", anthropic.InternalServerError),
-        (Refusal.NEVER_FITS, 400, "invalid_request_error", anthropic.BadRequestError),
-    ],
-)
-@pytest.mark.parametrize("as_stream", [False, True])
-def test_what_the_router_refuses(
-    served: Served, reason: Refusal, status: int, kind: str, error: Any, as_stream: bool
-) -> None:
-    served.router.refuse = Failed("", reason, f"because of {reason}", 2.5)
-    response = post(served, stream=as_stream)
-    assert error_of(response, status) == (kind, f"because of {reason}")
-    assert response.headers["retry-after"] == "3"
-    with pytest.raises(error, match=f"because of {reason}"):
-        ask(served, stream=as_stream)
 
 
 def test_a_failure_in_mid_stream_is_an_event_that_ends_it(served: Served) -> None:

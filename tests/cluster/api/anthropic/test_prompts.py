@@ -10,8 +10,6 @@ from tests.cluster.api.anthropic.claude import ASK, THINK, WEATHER, ask, client,
 from tests.cluster.api.conftest import MODEL, Served
 from tests.cluster.api.tools.templates import (
     CALL,
-    SPOKEN,
-    THOUGHT,
     call_text,
     prompt,
     says,
@@ -131,41 +129,12 @@ def test_a_tool_that_the_client_has_found_is_named(thinking: Served) -> None:
     assert "<|im_start|>tool\nweather<|im_end|>" in read(thinking, messages)
 
 
-def test_the_next_turn_begins_with_all_that_was_computed(thinking: Served) -> None:
-    said = f"{THOUGHT}\n</think>\n\n{SPOKEN}\n{CALL}"
-    says(thinking, said)
-    first = ask(thinking, tools=[WEATHER], thinking=THINK)
-    messages = [
-        *ASK,
-        {"role": "assistant", "content": [block.to_dict() for block in first.content]},
-        turn("user", result(first.content[-1].id, "no")),
-    ]
-    ask(thinking, messages=messages, tools=[WEATHER], thinking=THINK)
-    one, two = (submit.tokens for submit in thinking.router.submits)
-    known = (*one, *thinking.ctx.tokenizer.encode(said))
-    assert two[: len(known)] == known
-
-
 def test_several_thoughts_of_one_turn_are_all_there(thinking: Served) -> None:
     thoughts = [{"type": "thinking", "thinking": t, "signature": "s"} for t in ("One.", "Two.")]
     hidden = {"type": "redacted_thinking", "data": "x"}
     said = turn("assistant", thoughts[0], hidden, thoughts[1], "Hi.")
     read_back = read(thinking, [turn("user", "Hi"), said, turn("user", "Bye")])
     assert "<think>\nOne.\nTwo.\n</think>\n\nHi.<|im_end|>" in read_back
-
-
-def test_ids_of_calls_are_those_that_the_models_template_takes(mistral: Served) -> None:
-    says(mistral, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]')
-    first = ask(mistral, tools=[WEATHER])
-    (call,) = first.content
-    assert call.type == "tool_use"
-    messages = [
-        *ASK,
-        {"role": "assistant", "content": [call.to_dict()]},
-        turn("user", result(call.id, "no")),
-    ]
-    ask(mistral, messages=messages, tools=[WEATHER])
-    assert f'{{"content": "no", "call_id": "{call.id}"}}' in prompt(mistral)
 
 
 @pytest.mark.parametrize(
@@ -184,21 +153,6 @@ def test_thinking_reaches_the_template(thinking: Served, thinking_asked: Any, en
     assert prompt(thinking).endswith(f"<|im_start|>assistant\n{end}")
     kind = "thinking" if end == "<think>\n" else "text"
     assert [block.type for block in answer.content] == [kind]
-
-
-def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = thinking.ctx.tokenizer.chat_template
-    assert template is not None
-    render, efforts = template.prompt, []
-
-    def watched(messages: Any, options: Any) -> Any:
-        efforts.append(options.chat_template_kwargs["reasoning_effort"])
-        return render(messages, options)
-
-    monkeypatch.setattr(template, "prompt", watched)
-    for effort in ("low", "max"):
-        ask(thinking, output_config={"effort": effort})
-    assert efforts == ["low", "high"]
 
 
 @pytest.mark.slow

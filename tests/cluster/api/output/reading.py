@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.api.output.dialect import OutputParser, find_format
-from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Text, merged
+from kvrelay.cluster.api.output.events import Arguments, CallBegin, Event, Reasoning, Text, merged
 from kvrelay.cluster.api.output.tools import Tool
 
 FENCED, NAMED_FIRST = "```json", "[ARGS]"  # what a template has that means another way of writing
@@ -43,11 +44,30 @@ class Output:
     template: str = ""
 
 
-def output(about: str, text: str, *events: Event | Sequence[Event], template: str = "") -> Output:
-    flat: list[Event] = []
-    for each in events:
-        flat += each if isinstance(each, list | tuple) else [each]
-    return Output(about, text, tuple(flat), template)
+def outputs() -> dict[str, list[Output]]:
+    """Those of each format, from outputs.json, where an event is a text, a thought or a call."""
+    known = json.loads((Path(__file__).parent / "outputs.json").read_text())
+    return {
+        name: [
+            Output(
+                row["about"], row["text"], tuple(_events(row["events"])), row.get("template", "")
+            )
+            for row in rows
+        ]
+        for name, rows in known.items()
+    }
+
+
+def _events(rows: list[Any]) -> Iterator[Event]:
+    for row in rows:
+        if isinstance(row, str):
+            yield Text(row)
+        elif "reasoning" in row:
+            yield Reasoning(row["reasoning"])
+        else:
+            yield CallBegin(row["call"], row.get("id"))
+            if "arguments" in row:
+                yield Arguments(row["arguments"])
 
 
 def call(name: str, arguments: str = "", call_id: str | None = None) -> list[Event]:

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from kvrelay.cluster.api.output.dialect import FORMATS
 from kvrelay.cluster.api.output.events import Event, Text, merged
-from tests.cluster.api.output import json_outputs, marked_outputs, tagged_outputs
-from tests.cluster.api.output.reading import Output, cut, parser, read
+from tests.cluster.api.output.reading import Output, cut, outputs, parser, read
 
-OUTPUTS = json_outputs.OUTPUTS | marked_outputs.OUTPUTS | tagged_outputs.OUTPUTS
+OUTPUTS = outputs()
 ALL = [(name, each) for name, outputs in OUTPUTS.items() for each in outputs]
 IDS = [f"{name}: {each.about}" for name, each in ALL]
 every_output = pytest.mark.parametrize(("name", "each"), ALL, ids=IDS)

@@ -106,20 +106,6 @@ def test_the_client_assembles_a_stream(thinking: Served) -> None:
     assert told(streamed)[2] == told(whole)[2]
 
 
-def test_reasoning_text_and_calls_are_items_of_their_own(thinking: Served) -> None:
-    says(thinking, f"{REASONED}\n{call_text('weather', '{}')}")
-    reasoning, message, first, second = ask(thinking, tools=[WEATHER]).output
-    assert reasoning.type == "reasoning"
-    assert reasoning.content is not None
-    assert [part.text for part in reasoning.content] == [THOUGHT]
-    assert (reasoning.summary, reasoning.encrypted_content) == ([], None)
-    assert message.type == "message"
-    assert first.type == second.type == "function_call"
-    assert (first.name, first.arguments, first.status) == ("weather", OSLO, "completed")
-    assert second.arguments == "{}"
-    assert len({first.call_id, second.call_id, first.id, second.id}) == 4
-
-
 def test_a_stream_of_reasoning_text_and_a_call(thinking: Served) -> None:
     says(thinking, REASONED)
     events = stream(thinking, tools=[WEATHER])

@@ -20,16 +20,6 @@ def grammar(served: Served) -> str:
     return served.router.submits[-1].sampling.grammar
 
 
-def test_required_is_a_call_of_any_tool(thinking: Served) -> None:
-    says(thinking, CALL)
-    ask(thinking, tools=TOOLS, tool_choice="required")
-    assert allows(thinking, CALL)
-    assert allows(thinking, f"{FIX}\n{CALL}")
-    assert not allows(thinking, "It rains.")
-    ask(thinking, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    assert not allows(thinking, f"{FIX}\n{CALL}")
-
-
 @pytest.mark.parametrize(
     ("choice", "right", "wrong"),
     [
@@ -45,22 +35,6 @@ def test_a_tool_that_is_named_is_called(
     assert allows(thinking, right)
     assert not allows(thinking, wrong)
     assert answer.tool_choice.to_dict() == choice  # type: ignore[union-attr]
-
-
-def test_auto_and_none_leave_the_model_free(thinking: Served) -> None:
-    says(thinking, CALL)
-    for choice in (None, "auto"):
-        assert ask(thinking, tools=TOOLS, tool_choice=choice).output[0].type == "function_call"
-        assert grammar(thinking) == ""
-    answer = ask(thinking, tools=TOOLS, tool_choice="none")
-    assert (answer.output_text, grammar(thinking)) == (CALL, "")
-
-
-def test_a_strict_tool_holds_its_schema_whenever_it_is_called(thinking: Served) -> None:
-    ask(thinking, tools=[{**WEATHER, "strict": True}])
-    assert allows(thinking, "It rains.")
-    assert allows(thinking, CALL)
-    assert not allows(thinking, call_text("weather", '{"city": 5}'))
 
 
 @pytest.mark.parametrize(
@@ -115,26 +89,6 @@ def test_a_text_format_that_there_is_not(served: Served, form: Any) -> None:
     error = refused(served, text={"format": form})
     assert error["param"] == "text.format"
     assert error["message"].startswith("'text.format': ")
-
-
-def test_the_effort_reaches_the_template(thinking: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    template = thinking.ctx.tokenizer.chat_template
-    assert template is not None
-    render, found = template.prompt, []
-
-    def watched(messages: Any, options: Any) -> Any:
-        found.append(options.chat_template_kwargs)
-        return render(messages, options)
-
-    monkeypatch.setattr(template, "prompt", watched)
-    ask(thinking, reasoning={"effort": "low"})
-    ask(thinking, reasoning={"effort": "none"})
-    ask(thinking)
-    assert found == [
-        {"reasoning_effort": "low"},
-        {"reasoning_effort": "none", "enable_thinking": False},
-        {},
-    ]
 
 
 SPACE = {"type": "namespace", "name": "sky", "tools": [WEATHER, PATCH]}

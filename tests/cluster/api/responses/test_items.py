@@ -12,7 +12,7 @@ from kvrelay.cluster.api.output.custom_input import INPUT
 from kvrelay.cluster.api.responses.schema import UNREADABLE
 from tests.cluster.api.conftest import MAX_MODEL_LEN, MODEL, Served
 from tests.cluster.api.responses.asking import ASK, PATCH, PATH, WEATHER, ask, post, refused, user
-from tests.cluster.api.tools.templates import CALL, OSLO, THOUGHT, call_text, prompt, says
+from tests.cluster.api.tools.templates import CALL, OSLO, THOUGHT, call_text, prompt
 
 
 def read(served: Served, items: Any, **changes: Any) -> str:
@@ -133,33 +133,6 @@ def test_several_thoughts_of_one_turn_are_all_there(thinking: Served) -> None:
     ]
     items = [user("Hi"), thoughts[0], called(), thoughts[1], said("Hm."), user("So?")]
     assert "<think>\nOne.\nTwo.\n</think>" in read(thinking, items)
-
-
-def test_the_next_turn_begins_with_all_that_was_computed(thinking: Served) -> None:
-    words = f"<think>\n{THOUGHT}\n</think>\n\n{CALL}"
-    says(thinking, words)
-    first = ask(thinking, tools=[WEATHER], store=False)
-    call = first.output[-1]
-    assert call.type == "function_call"
-    items = [user(ASK), *(item.to_dict() for item in first.output), output("no", call.call_id)]
-    ask(thinking, items, tools=[WEATHER], store=False)
-    one, two = (submit.tokens for submit in thinking.router.submits)
-    known = (*one, *thinking.ctx.tokenizer.encode(words))
-    assert two[: len(known)] == known
-
-
-def test_ids_of_calls_are_those_that_the_models_template_takes(mistral: Served) -> None:
-    says(mistral, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]')
-    first = ask(mistral, tools=[WEATHER])
-    (call,) = first.output
-    assert call.type == "function_call"
-    ask(
-        mistral,
-        [output("no", call.call_id)],
-        tools=[WEATHER],
-        previous_response_id=first.id,
-    )
-    assert f'{{"content": "no", "call_id": "{call.call_id}"}}' in prompt(mistral)
 
 
 WRONG: list[tuple[Any, str]] = [

@@ -48,17 +48,6 @@ def test_a_call_is_a_part_of_the_message(served: Served) -> None:
     assert answer.usage.completion_tokens == len(served.ctx.tokenizer.encode(CALL)) + 1
 
 
-def test_text_may_come_before_calls(served: Served) -> None:
-    bergen = '{"city": "Bergen"}'
-    says(served, f"{SPOKEN}\n\n{CALL}\n{call_text('weather', bergen)}\n")
-    message = ask(served).choices[0].message
-    assert message.content == SPOKEN
-    assert message.tool_calls is not None
-    arguments = [call.function.arguments for call in message.tool_calls if call.type == "function"]
-    assert arguments == [OSLO, bergen]
-    assert len({call.id for call in message.tool_calls}) == 2
-
-
 def test_the_client_assembles_a_stream(served: Served) -> None:
     says(served, f"{SPOKEN}\n{CALL}\n{CALL}")
     with served.openai().chat.completions.stream(
@@ -149,40 +138,3 @@ def test_log_probabilities_cover_calls_too(served: Served) -> None:
         for call in part.delta.tool_calls or ():
             arguments += (call.function.arguments if call.function else "") or ""
     assert (streamed, arguments) == (tokens, OSLO)
-
-
-def test_none_leaves_text_that_looks_like_a_call_alone(served: Served) -> None:
-    says(served, CALL)
-    (choice,) = ask(served, tool_choice="none").choices
-    assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
-    assert choice.finish_reason == "stop"
-    text = "".join(c.choices[0].delta.content or "" for c in stream(served, tool_choice="none"))
-    assert text == CALL
-
-
-def test_without_tools_there_are_no_calls(served: Served) -> None:
-    says(served, CALL)
-    for tools in (None, []):
-        (choice,) = ask(served, tools=tools).choices
-        assert (choice.message.content, choice.finish_reason) == (CALL, "stop")
-
-
-def test_a_call_that_is_cut_ends_for_its_length(served: Served) -> None:
-    says(served, CALL)
-    num = len(served.ctx.tokenizer.encode(CALL)) - 12
-    (choice,) = ask(served, max_tokens=num).choices
-    assert choice.finish_reason == "length"
-    assert choice.message.tool_calls is not None
-    (call,) = choice.message.tool_calls
-    assert call.type == "function"
-    assert OSLO.startswith(call.function.arguments)
-
-
-def test_ids_of_calls_are_those_that_the_models_template_takes(mistral: Served) -> None:
-    says(mistral, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}]')
-    message = ask(mistral).choices[0].message
-    assert message.tool_calls is not None
-    (call,) = message.tool_calls
-    result = {"role": "tool", "tool_call_id": call.id, "content": "no"}
-    answer = ask(mistral, messages=[*ASK, message.to_dict(), result])
-    assert answer.choices[0].finish_reason == "tool_calls"

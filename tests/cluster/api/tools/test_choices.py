@@ -35,51 +35,10 @@ def submitted(served: Served, **changes: Any) -> str:
     return served.router.submits[-1].sampling.grammar
 
 
-def test_the_model_is_free_unless_something_is_demanded(served: Served) -> None:
-    for changes in ({}, {"tool_choice": "auto"}, {"tool_choice": "none"}, {"tool_choice": None}):
-        assert submitted(served, **changes) == ""
-    assert submitted(served, tools=[STRICT], tool_choice="none") == ""
-
-
-def test_required_is_a_call_of_any_tool(served: Served) -> None:
-    submitted(served, tool_choice="required")
-    for text in (CALL, TIME, f"{CALL}\n{TIME}\n{CALL}"):
-        assert allows(served, text)
-    for text in ("", "It rains.", f"I look.\n{CALL}", call_text("alarm", "{}"), CALL[:-1]):
-        assert not allows(served, text)
-
-
 def test_calls_that_are_demanded_come_to_an_end(served: Served) -> None:
     submitted(served, tool_choice="required")
     assert allows(served, "\n".join([TIME] * MAX_CALLS))
     assert not allows(served, "\n".join([TIME] * (MAX_CALLS + 1)))
-
-
-def test_a_tool_that_is_named_is_called_once(served: Served) -> None:
-    submitted(served, tool_choice=NAMED)
-    assert allows(served, CALL)
-    for text in (TIME, f"{CALL}\n{CALL}", "It rains."):
-        assert not allows(served, text)
-
-
-def test_without_parallel_calls_there_is_one(served: Served) -> None:
-    submitted(served, tool_choice="required", parallel_tool_calls=False)
-    assert allows(served, TIME)
-    assert not allows(served, f"{TIME}\n{CALL}")
-
-
-def test_a_call_that_is_demanded_matches_its_schema(served: Served) -> None:
-    submitted(served, tool_choice="required")
-    for arguments in ('{"city": 5}', "{}", '{"town": "Oslo"}', "[]"):
-        assert not allows(served, call_text("weather", arguments))
-
-
-def test_a_strict_tool_holds_its_schema_whenever_it_is_called(served: Served) -> None:
-    submitted(served, tools=[STRICT, CLOCK])
-    for text in ("It rains.", CALL, f"I look.\n{CALL}", f"{CALL}\n{TIME}"):
-        assert allows(served, text)
-    for arguments in ('{"city": 5}', '{"town": "Oslo"}'):
-        assert not allows(served, call_text("weather", arguments))
 
 
 def test_an_answer_of_a_schema_or_a_call(served: Served) -> None:

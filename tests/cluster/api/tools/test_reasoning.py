@@ -124,13 +124,6 @@ def test_an_answer_without_reasoning_is_text(thinking: Served) -> None:
     assert "reasoning_content" not in found
 
 
-def test_reasoning_then_calls(thinking: Served) -> None:
-    says(thinking, f"<think>\n{THOUGHT}\n</think>\n\n{CALL}")
-    found = message(thinking, tools=[WEATHER])
-    assert (found["reasoning_content"], found["content"]) == (THOUGHT, None)
-    assert found["tool_calls"][0]["function"] == {"name": "weather", "arguments": OSLO}
-
-
 def test_a_call_within_reasoning_is_a_thought(thinking: Served) -> None:
     says(thinking, f"<think>\n{CALL}\n</think>\n\n{SPOKEN}")
     found = message(thinking, tools=[WEATHER])

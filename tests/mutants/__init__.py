@@ -1,0 +1,1 @@
+"""Mutants: changes of one operator, constant or statement, each of which a test should notice."""
