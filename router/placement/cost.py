@@ -134,7 +134,7 @@ class CostModel:
         self.address = address_of(self.struct)
         self.rates = FIRST_RATES.copy()  # the fleet's
         self._measured: set[str] = set()
-        self._read_s = self._brought = 0.0  # of the last requests: see `on_placed`
+        self._read_s = self._brought = 0.0  # see `on_placed`
         self._prompt_weights: tuple[float, ...] = ()
         self._decode_weights: tuple[float, ...] = ()
 
