@@ -329,6 +329,9 @@ class Dispatcher:
             missing = work.num_tokens - best.held.device
             decode.held_blocks = decode.info.blocks_for(missing)
             self._waits = attempt
+        workers = [best] if first is None else [best, first]
+        missing = sum(max(0, work.num_tokens - each.held.device) for each in workers)
+        self.cost.on_placed(max(intake.load_s, intake.fetch_s), missing)
         others_decode = decode.num_decoding > 0
         self._book(now, record, best, work, decodes=True, computes=first is None)
         if first is not None:

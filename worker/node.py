@@ -205,6 +205,7 @@ class KVExchange:
             seq.num_computed = settled_at
         self._end_phases(now, settled)
         core.kv.seal_computed(seq)
+        self.tiers.on_loaded(arrival.own_sources)
         core.scheduler.compute_here(seq)
         if not settled.complete:
             core.begin(seq)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import compress, groupby, islice
+from itertools import chain, compress, groupby, islice
 from math import inf
 from typing import Any, cast
 
@@ -155,6 +155,15 @@ class BlockPool:
         for entry in self._evictable:
             order += entry.eviction_order() if isinstance(entry, Place) else [entry]
         return order
+
+    def next_evicted(self, count: int) -> list[bytes]:
+        """Hashes of the blocks that are evicted next, the first to go first; at most `count`."""
+        blocks: list[int] = []
+        for entry in chain[int | Place](self._evictable_low, self._evictable):
+            if len(blocks) >= count:
+                break
+            blocks += entry.eviction_order() if isinstance(entry, Place) else [entry]
+        return [cast("bytes", self._hashes[block]) for block in blocks[: max(0, count)]]
 
     @property
     def num_references(self) -> int:

@@ -18,7 +18,8 @@ from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.tier import DiskRecord, Retention, Tier
 from kvrelay.engine.node import Effect
 from kvrelay.kvtransfer.agent import UNKNOWN, StoreFound, StoreGone
-from kvrelay.kvtransfer.tiers.pool import Entry, LeastFirst, TierPool
+from kvrelay.kvtransfer.tiers.duplicates import Duplicates
+from kvrelay.kvtransfer.tiers.pool import DUPLICATE, Entry, LeastFirst, TierPool
 from kvrelay.kvtransfer.tiers.records import IndexUpdates, lacks_time
 from kvrelay.kvtransfer.tiers.registry import TIERS, is_storage
 from kvrelay.kvtransfer.tiers.uses import Run, Runs, Usage
@@ -143,7 +144,12 @@ class TierBlocks:
         self.usages: dict[bytes, Usage] = {}
         self.runs = Runs(len(self._groups), self._offered)
         self.counters: dict[str, float] = {}
-        self.to_copy: OrderedDict[bytes, None] = OrderedDict()  # from the device, in order
+        # From the device, in order; False: it is a duplicate, which may wait.
+        self.to_copy: OrderedDict[bytes, bool] = OrderedDict()
+        self.duplicates: Duplicates | None = None
+        if self.has_memory and not kv.windows.any:  # the device keeps few blocks of windows
+            self.duplicates = Duplicates(kv.pool, self._is_stored)
+            self.first.is_duplicate = self.duplicates.has
         self._max_to_copy = config.num_blocks
         self._recency = 0
 
@@ -336,13 +342,45 @@ class TierBlocks:
             return
         elif retention.keep_s > 0 and (retention.to_disk or not is_storage(self.first.tier)):
             usage = self._add_usage(now, block_hash, retention)
-        if usage is None:
+        if usage is None or (self.duplicates is not None and self.duplicates.is_left(block_hash)):
             return
-        self.to_copy[block_hash] = None
+        # Without storage it would be lost if the device evicted it before the next tick.
+        must = self.duplicates is None or not self._is_stored(block_hash)
+        self.to_copy[block_hash] = must or self.to_copy.get(block_hash, False)
         if len(self.to_copy) > self._max_to_copy:
             oldest, _ = self.to_copy.popitem(last=False)
             self.count("tier_missed")
             self.forget_usage(oldest)
+
+    def is_leaving(self, block_hash: bytes) -> bool:
+        """Whether the device evicts it next."""
+        return self.duplicates is not None and self.duplicates.is_leaving(block_hash)
+
+    def _is_stored(self, block_hash: bytes) -> bool:
+        """Whether storage behind the first tier has it."""
+        stores = (o.pool for o in self.backing if TIERS[o.pool.tier].can_be_written)
+        return any(pool.get(block_hash) is not None for pool in stores)
+
+    def on_duplicate(self, block_hash: bytes) -> None:
+        """Now the device and the first tier have it."""
+        self.first.on_duplicate(block_hash)
+
+    def leave_above(self, block_hash: bytes) -> None:
+        """It stays on the device alone until that is about to evict it; storage has it."""
+        if self.duplicates is not None:
+            self.duplicates.leave(self.usages[block_hash].settled())
+
+    def want_leaving(self, now: float) -> None:
+        """Copy down what the device evicts next."""
+        for usage in self.duplicates.take_leaving() if self.duplicates else ():
+            if usage.expires_at <= now:
+                continue
+            known = self.usages.setdefault(usage.block_hash, usage)
+            self._recency += 1
+            known.settled().recency = self._recency
+            if known is usage:
+                self.runs.come(usage)
+            self.to_copy[usage.block_hash] = True
 
     def want_promotion(self, block_hashes: Sequence[bytes]) -> None:
         """Wanted in the first tier soon, unless it has them, and there the last to be evicted."""
@@ -398,6 +436,8 @@ class TierBlocks:
         self.to_copy.pop(block_hash, None)
         self.take_forgotten()
         self.forget_usage(block_hash)
+        if self.duplicates is not None:
+            self.duplicates.forget(block_hash)
 
     def drop_unless_reused(self, block_hash: bytes) -> None:
         """Drop it, unless others than the request that made it use it."""
@@ -432,6 +472,8 @@ class TierBlocks:
         for tier, pool in self.pools.items():
             for entry in pool.take_forgotten():
                 self.count(f"tier_{entry.gone}_{tier}")
+                if entry.gone == DUPLICATE and self.duplicates is not None:
+                    self.duplicates.leave(entry.usage)
                 if tier in self.indexes:
                     self.indexes[tier].remove(entry)
                 if self.forget_usage(entry.block_hash):

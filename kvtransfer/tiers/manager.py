@@ -96,6 +96,12 @@ class Tiers:
         for source in sources:
             self._pools[source.tier].pin(source.slot)
 
+    def on_loaded(self, sources: Iterable[Source]) -> None:
+        """The device has these blocks now, too."""
+        for source in sources:
+            if source.tier is self._blocks.first.tier:
+                self._blocks.on_duplicate(source.block_hash)
+
     def unpin(self, sources: Iterable[Source]) -> None:
         for source in sources:
             self._pools[source.tier].unpin(source.slot)
@@ -191,6 +197,7 @@ class Tiers:
     def tick(self, now: float) -> list[Effect]:
         """About four times a second: what is due because time has passed."""
         self._blocks.expire(now, MAX_EXPIRED)
+        self._blocks.want_leaving(now)
         for index in self._blocks.indexes.values():
             index.refresh(now)
         self._orders_due = bool(self._orders)

@@ -37,13 +37,16 @@ RETRY_S = 1.0  # before a direction is tried again in which a move has failed
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """One block of a move. `entry`: at the destination, unless that is the device."""
+    """One block of a move. `entry`: at the destination, unless that is the device. `held`: it stays
+    on the device meanwhile. What the device evicts next would lose its place in that order if it
+    was held: it is read first, and whether it was there throughout is looked at afterwards."""
 
     block_hash: bytes
     src: int
     dst: int
     checksum: int
     entry: Entry | None = None
+    held: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class TierMoves:
     """Owned by `Tiers`.
 
     Invariant: at most one move each way; exactly the blocks of `live` are pinned by it, in the
-    tiers and on the device. What the index of a store has to forget goes
+    tiers and, if they are `held`, on the device. What the index of a store has to forget goes
     before the next move to that store."""
 
     def __init__(self, config: WorkerConfig, kv: KVCacheManager, blocks: TierBlocks) -> None:
@@ -94,7 +97,7 @@ class TierMoves:
         move = self.live.pop(done.transfer_id)
         way, add = f"{move.src}_{move.dst}", self._blocks.count
         if move.src is Tier.DEVICE:
-            self._kv.pool.release([block.src for block in move.blocks])
+            self._kv.pool.release([block.src for block in move.blocks if block.held])
         else:
             for block in move.blocks:
                 self._blocks.pools[move.src].unpin(block.src)
@@ -108,7 +111,10 @@ class TierMoves:
                 most, _ = TIERS[move.dst].sizes(self._config)
                 add(f"stored_bytes_{way}", sum(done.stored_bytes))
                 add(f"stored_whole_{way}", done.stored_bytes.count(most))
-            effects = self._check_arrived(move, arrived, done)
+            gone = [not self._is_there(block) for block in move.blocks]
+            sound = [a or g for a, g in zip(arrived, gone, strict=True)]
+            effects = self._check_arrived(move, sound, done)
+            arrived = [a and not g for a, g in zip(arrived, gone, strict=True)]
         else:
             arrived = [False] * len(move.blocks)
             add(f"moves_failed_{way}")
@@ -123,23 +129,33 @@ class TierMoves:
             self._kv.pool.release([block.dst for block in move.blocks])
         return effects
 
+    def _is_there(self, block: Moving) -> bool:
+        """Whether it still has its name where it was read."""
+        return block.held or self._kv.pool.has_hash(block.src, block.block_hash)
+
     def _copy_down(self, now: float) -> list[Effect]:
         blocks, pool = self._blocks, self._blocks.first
         moving: list[Moving] = []
         room = self._room(now, Tier.DEVICE, pool.tier)
         while blocks.to_copy and len(moving) < room:
-            block_hash, _ = blocks.to_copy.popitem(last=False)
+            block_hash, must = blocks.to_copy.popitem(last=False)
             found = self._kv.pool.lookup([block_hash])
             entry = None
             if not found:
                 blocks.count("tier_missed")
-            elif block_hash not in pool:
-                entry = self._allocate(now, pool, block_hash)
+            elif block_hash in pool:
+                blocks.on_duplicate(block_hash)
+            else:
+                entry = self._allocate(now, pool, block_hash, is_duplicate=not must)
+                if entry is None and not must:
+                    blocks.leave_above(block_hash)
             if entry is None:
                 blocks.forget_usage(block_hash)
                 continue
             (block,) = found
-            moving.append(Moving(block_hash, block, entry.slot, self._kv.checksums[block], entry))
+            checksum = self._kv.checksums[block]
+            held = checksum == UNKNOWN or not blocks.is_leaving(block_hash)
+            moving.append(Moving(block_hash, block, entry.slot, checksum, entry, held))
         return self._post(Tier.DEVICE, pool.tier, moving)
 
     def _each(
@@ -209,9 +225,12 @@ class TierMoves:
         pool = self._blocks.pools.get(tier)
         return self._config.num_blocks if pool is None else pool.num_usable
 
-    def _allocate(self, now: float, pool: TierPool, block_hash: bytes) -> Entry | None:
-        entry = pool.allocate(now, self._blocks.usages[block_hash].settled())
-        if entry is None:
+    def _allocate(
+        self, now: float, pool: TierPool, block_hash: bytes, *, is_duplicate: bool = False
+    ) -> Entry | None:
+        usage = self._blocks.usages[block_hash].settled()
+        entry = pool.allocate(now, usage, is_duplicate=is_duplicate)
+        if entry is None and not is_duplicate:
             self._blocks.count(f"tier_no_room_{pool.tier}")
         return entry
 
@@ -220,7 +239,7 @@ class TierMoves:
             return []
         sources = tuple(block.src for block in moving)
         if src is Tier.DEVICE:
-            self._kv.pool.acquire(sources)
+            self._kv.pool.acquire([block.src for block in moving if block.held])
         else:
             for slot in sources:
                 self._blocks.pools[src].pin(slot)
@@ -259,6 +278,7 @@ class TierMoves:
         if entry is None:
             if good and self._kv.pool.seal(block.dst, block.block_hash):
                 self._kv.checksums[block.dst] = block.checksum
+                blocks.on_duplicate(block.block_hash)
             blocks.leave_first(block.block_hash)
             return
         pool = blocks.pools[dst]

@@ -23,6 +23,7 @@ that a flood of prompts without a second use does not push them out. On an hour 
 it finds 1.0 points more blocks than LRU in 8 M tokens and 0.3 more in 16 M, and no rule that was
 compared finds 0.5 more (`python -m benchmarks.kv.tier_trace TRACE --policies`)."""
 KEPT_SHARE = 0.5  # at most, so much of a tier is kept by orders
+DUPLICATE = "duplicate"  # why an entry was forgotten: the device has it too
 FORGOTTEN_HERE = ("evicted", "expired")  # what others may find in storage that has keys
 
 FEW = 64  # items that are not worth to be cleared away
@@ -132,6 +133,9 @@ class TierPool:
         self._left_out: dict[int, None] = {}
         self._limit: int | None = None  # slots from here on are not written
         self._forgotten: list[Entry] = []
+        # Whether the device has it too, and keeps it for now: see `tiers.duplicates`.
+        self.is_duplicate: Callable[[Entry], bool] = lambda entry: False
+        self._duplicates = LeastFirst(self._recency_if_duplicate, self.num_entries)
         self._changes = NetChanges()
         self._expiry = LeastFirst(self._expires_at, self.num_entries)
         self._probation = LeastFirst(self._recency_if_new, self.num_entries)
@@ -235,13 +239,18 @@ class TierPool:
             if entry is not None:
                 self.forget(entry, why)
 
-    def allocate(self, now: float, usage: Usage) -> Entry | None:
+    def allocate(self, now: float, usage: Usage, *, is_duplicate: bool = False) -> Entry | None:
         """An entry whose slot may be written, for the writer to `commit` or `abandon`; None if all
         slots are in use, or there is no room. The least valuable entries give way: one that has
-        expired, or is of low classes, or else the least recently used of the part that has more
-        than its share; that not for one of low classes."""
+        expired, or that the device has too, or of low classes, or else the least recently used of
+        the part that has more than its share; that not for one of low classes. `is_duplicate`: the
+        device has it and keeps it for now, so that no block makes way that only this tier has."""
         while self.num_blank < 1:
-            if not (self.expire(now, 1) or self._evict(only_low=usage.is_low)):
+            if self.expire(now, 1):
+                continue
+            if (entry := self._duplicates.first()) is not None:
+                self.forget(entry, DUPLICATE)
+            elif is_duplicate or not self._evict(only_low=usage.is_low):
                 return None
         entry = self._enter(usage, self._blank.popitem()[0], self._block_bytes)
         self._pins[entry.slot] = 1
@@ -328,6 +337,12 @@ class TierPool:
         self._enlist(entry)
         return True
 
+    def on_duplicate(self, block_hash: bytes) -> None:
+        """The device has it now."""
+        entry = self.get(block_hash)
+        if entry is not None:
+            self._duplicates.add(entry)
+
     def on_reuse(self, block_hash: bytes) -> None:
         """Its usage `is_reused` now, and was not before."""
         entry = self._entries.get(block_hash)
@@ -407,21 +422,26 @@ class TierPool:
         self._expiry.add(entry)
         (self._protected if entry.usage.is_reused else self._probation).add(entry)
         self._low.add(entry)
+        self._duplicates.add(entry)
 
-    def _is_free(self, entry: Entry) -> bool:
+    def is_free(self, entry: Entry) -> bool:
+        """Whether it may be evicted."""
         free = entry.readable and not entry.gone and not entry.kept
         return free and not self._pins[entry.slot]
 
     def _recency_if_new(self, entry: Entry) -> float | None:
-        wanted = self._is_free(entry) and not entry.usage.is_reused
+        wanted = self.is_free(entry) and not entry.usage.is_reused
         return entry.usage.recency if wanted else None
 
+    def _recency_if_duplicate(self, entry: Entry) -> float | None:
+        return entry.usage.recency if self.is_free(entry) and self.is_duplicate(entry) else None
+
     def _recency_if_low(self, entry: Entry) -> float | None:
-        return entry.usage.recency if self._is_free(entry) and entry.usage.is_low else None
+        return entry.usage.recency if self.is_free(entry) and entry.usage.is_low else None
 
     def _recency_if_reused(self, entry: Entry) -> float | None:
-        wanted = self._is_free(entry) and entry.usage.is_reused
+        wanted = self.is_free(entry) and entry.usage.is_reused
         return entry.usage.recency if wanted else None
 
     def _expires_at(self, entry: Entry) -> float | None:
-        return entry.usage.expires_at if self._is_free(entry) else None
+        return entry.usage.expires_at if self.is_free(entry) else None

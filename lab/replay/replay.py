@@ -407,7 +407,8 @@ class Replay:
 
 def _with_infinite_cache(trace: Trace, config: ReplayConfig) -> ReplayConfig:
     """The oracle: whatever was computed once is had for nothing, anywhere and for ever."""
-    tokens = sum(r.input_length + r.output_length for r in trace.requests)
+    asked = trace.requests  # what is not in an earlier one, and a block that each begins
+    tokens = sum(r.input_length - r.reusable + r.output_length + config.block_size for r in asked)
     links = replace(
         config.timing.links, transfer_s=0.0, peer_bytes_per_s=INFINITE, host_bytes_per_s=INFINITE
     )

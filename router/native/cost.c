@@ -162,6 +162,11 @@ static void add_terms(const cost_model *c, const worker *w, uint32_t what, place
             p->seconds.terms[i] += w->terms[i];
 }
 
+/* What is not on the device yet makes as much of others' KV leave it. */
+static double evict_s(const cost_model *c, const worker *w, const work *asked) {
+    return (asked->num_tokens - held_by(asked, w).device) * c->evicted_token_s;
+}
+
 static placement prefill_with(const cost_model *c, const worker *w, const work *asked,
                               const intake *in) {
     placement p = {.intake = *in};
@@ -179,6 +184,7 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
     p.seconds.fetch = fmax(0.0, in->fetch_s - in->load_s); /* both at once, over different links */
     p.seconds.delay = num_behind * p.seconds.prefill;
     p.seconds.stall = p.computing_s * w->beside;
+    p.seconds.evict = evict_s(c, w, asked);
     add_terms(c, w, AT_COMPUTING, &p);
     return p;
 }
@@ -287,6 +293,7 @@ placement remote_at(const cost_model *c, const worker *w, const placement *first
     double last_s = fmin(own.computed, w->info.max_num_batched_tokens) * token_s;
     double rest_s = fmax(own.computed * token_s, own.load_s) - first->seconds.prefill;
     p.seconds.transfer = c->handoff_s + fmax(last_s, rest_s);
+    p.seconds.evict += evict_s(c, w, asked);
     add_terms(c, w, AT_READING, &p);
     add_decode(c, w, asked, &p);
     return p;

@@ -161,6 +161,7 @@ typedef struct {
     double handoff_s, stalled_at_least, prefilling_at_least;
     double low_priority_factor; /* factor of prompts for others while sequences decode on the same cores */
     int64_t free_tokens;
+    double evicted_token_s; /* what a token that makes way on a device costs to read back, on average */
 } cost_model;
 
 /* -- a fleet: workers that are preferred for one role, least busy first ------------------------- */
@@ -234,6 +235,7 @@ typedef struct {
 typedef union {
     struct {
         double queue, load, fetch, prefill, transfer, lost, memory, decode, delay, stall, crowd;
+        double evict;
     };
     double terms[MAX_TERMS];
 } seconds;

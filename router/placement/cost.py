@@ -21,6 +21,7 @@ from kvrelay.router.placement.endpoint import Endpoint
 from kvrelay.router.placement.work import Work
 
 SMOOTHING = 0.05  # weight of one worker's statistics in the fleet's rates
+READ_WEIGHT = 0.01  # likewise of one request, in what evicted KV costs
 # The fleet's rates before any worker has reported one.
 FIRST_RATES = {
     "prefill_tokens_per_s": 1000.0,
@@ -88,6 +89,8 @@ class Seconds(NamedTuple):
     stall: Annotated[float, Term("computing it, for each sequence that decodes there")] = 0.0
     # On a prefill worker, also what its prompts wait for this one's steps.
     crowd: Annotated[float, Term("longer steps, for each sequence that decodes there")] = 0.0
+    # On average, of all that has come to devices.
+    evict: Annotated[float, Term("reading back the KV that makes way on its device")] = 0.0
     need: Annotated[
         float, Term("loading what it needs, as an adapter", READING, AT_COMPUTING, need_s)
     ] = 0.0
@@ -131,6 +134,7 @@ class CostModel:
         self.address = address_of(self.struct)
         self.rates = FIRST_RATES.copy()  # the fleet's
         self._measured: set[str] = set()
+        self._read_s = self._brought = 0.0  # see `on_placed`
         self._prompt_weights: tuple[float, ...] = ()
         self._decode_weights: tuple[float, ...] = ()
 
@@ -148,6 +152,14 @@ class CostModel:
         self._prompt_weights = _nearer(self._prompt_weights, stats.prompt_weights)
         self._decode_weights = _nearer(self._decode_weights, stats.decode_weights)
         fleet.prompt_weights, fleet.decode_weights = self._prompt_weights, self._decode_weights
+
+    def on_placed(self, read_s: float, num_tokens: int) -> None:
+        """A request brings so many tokens to devices that were not there, and reads KV for so long.
+        What is read was evicted before, so that is what an evicted token costs."""
+        keep = 1.0 - READ_WEIGHT
+        self._read_s = keep * self._read_s + read_s
+        self._brought = keep * self._brought + num_tokens
+        self.struct.evicted_token_s = self._read_s / max(1.0, self._brought)
 
     def rate(self, endpoint: Endpoint, name: str) -> float:
         """As the worker has measured it, or else the fleet."""

@@ -170,6 +170,7 @@ def test_promoted_blocks_come_from_disk_to_host_memory() -> None:
     world.rest()
     world.serve(*range(8, 16))
     assert world.held(HOST) == list(range(8, 16))
+    world.clear_device()
     world.tiers.promote(names(0, 1, 9, 40))
     assert not is_quiet(world.tiers, world.now)
     world.settle()

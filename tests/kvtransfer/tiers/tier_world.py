@@ -109,9 +109,17 @@ class TierWorld:
         ways = [(other.src_tier, other.dst_tier) for other in self.reads]
         assert (read.src_tier, read.dst_tier) not in ways
         assert 0 < len(read.src) == len(read.dst) == len(set(read.dst))
+
+        def held(other: CopyBlocks) -> list[int]:
+            """Sources that stay as they are meanwhile."""
+            move = self.tiers._moves.live[other.transfer_id]
+            return [block.src for block in move.blocks if block.held]
+
         for slot in read.dst:
             assert slot not in [s for r in self.reads if r.dst_tier is read.dst_tier for s in r.dst]
-            assert slot not in [s for r in self.reads if r.src_tier is read.dst_tier for s in r.src]
+            assert slot not in [
+                s for r in self.reads if r.src_tier is read.dst_tier for s in held(r)
+            ]
             assert slot not in [s.slot for s in self.pinned if s.tier is read.dst_tier]
             if read.dst_tier is Tier.DISK:
                 assert slot not in self.index

@@ -410,3 +410,29 @@ def test_of_several_holders_the_one_that_saves_most_is_fetched_from() -> None:
     assert local_cost(CostModel(), 0.0, decode, todo).intake.fetch_from == "decode-1"
     todo = replace(todo, sources=(disk, memory, longer))
     assert local_cost(CostModel(), 0.0, decode, todo).intake.fetch_from == "decode-3"
+
+
+def test_what_a_placement_evicts_costs_what_evicted_kv_has_cost() -> None:
+    cost, worker = CostModel(), endpoint("decode-0")
+
+    def evict_s(device: int) -> float:
+        return local_cost(cost, 0.0, worker, work(1000, decode_0=on(device=device))).seconds.evict
+
+    cost.on_placed(0.0, 5000)
+    assert evict_s(0) == 0.0, "nothing had to be read back"
+    for _ in range(1000):
+        cost.on_placed(0.2, 10_000)  # 20 us a token
+    assert evict_s(0) == pytest.approx(0.02, rel=0.01)
+    assert evict_s(900) == pytest.approx(0.002, rel=0.01), "what is there already evicts nothing"
+    for _ in range(1000):
+        cost.on_placed(0.0, 10_000)
+    assert evict_s(0) < 1e-4, "it is forgotten when nothing is read back any more"
+
+
+def test_a_prompt_that_is_handed_over_evicts_on_both_workers() -> None:
+    cost = CostModel()
+    cost.on_placed(0.1, 10_000)
+    prefill, decode = endpoint("prefill-0"), endpoint("decode-0")
+    todo = work(1000, prefill_0=on(device=500))
+    seconds = remote_cost(cost, decode, prefill, todo).seconds
+    assert seconds.evict == pytest.approx((500 + 1000) * 1e-5)
