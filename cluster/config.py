@@ -322,7 +322,7 @@ class Config(Section, frozen=True):
         return next(iter(self.by_model().values()))
 
     def _with_python(self) -> Config:
-        """With the interpreter that has the engine, where none is set."""
+        """Sets the interpreter that has the engine, where none is set."""
         if self.engine.runs != "vllm" or self.engine.python:
             return self
         return replace(self, engine=replace(self.engine, python=python_with_vllm()))
@@ -386,7 +386,7 @@ class Config(Section, frozen=True):
         return self.tensor_size_of(role) * self.engine.num_stages
 
     def tensor_size_of(self, role: Role) -> int:
-        """Of those processes, the ones that share each layer."""
+        """Returns how many of those processes share each layer."""
         own: int = getattr(self.cluster, f"{role}_tensor_parallel_size")
         return own or self.engine.tensor_parallel_size
 

@@ -81,6 +81,17 @@ class ModelPlan(Struct, frozen=True):
         return self.num_blocks * self.bytes_per_block
 
 
+def _kept(model: ModelConfig, quantization: str) -> str:
+    """With how experts are stored, and stay on a GPU."""
+    experts = (
+        ""
+        if model.experts is None or not model.experts.packed
+        else (f"{model.experts.packed} experts")
+    )
+    given = "" if quantization == "none" else quantization
+    return ", ".join(filter(None, (given, experts))) or quantization
+
+
 def plan_model(
     model: ModelConfig,
     engine: EngineSection,
@@ -118,7 +129,7 @@ def plan_model(
         num_workers=num_gpus // ranks if on_gpu else 1,
         num_ranks=ranks,
         dtype=dtype,
-        quantization=quantization,
+        quantization=_kept(model, quantization) if on_gpu else quantization,
         kv_dtype=plan.spec.dtype,
         on_gpu=on_gpu,
         memory_bytes=memory_bytes,

@@ -32,10 +32,10 @@ def test_a_person_is_shown_weights_kv_and_sequences(plan: Plan) -> None:
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.replace("│", " ").split()) for line in result.output.splitlines()]
     assert "2 worker(s) on 2xH100, 79.65 GiB each" in " ".join(lines)
-    assert "weights 38.95 bfloat16" in lines
+    assert "weights 12.81 mxfp4 experts, else bfloat16" in lines
     assert "full attention 12 1 24,576 768.0 23.6" in lines
     assert "last 128 tokens 12 1 - 3.8 3.8" in lines
-    assert "sequences at once, a worker 40 256" in lines
+    assert "sequences at once, a worker 75 256" in lines
     assert "a sequence has at most 131,072 tokens" in lines
     assert "a worker runs at most 256 at once (engine.max_num_seqs)" in lines
 
@@ -94,10 +94,10 @@ def test_what_cannot_be_planned_is_one_line(plan: Plan, words: str, said: str) -
 
 
 def test_what_does_not_fit_ends_with_one_and_says_what_would(plan: Plan) -> None:
-    result = plan("--gpus", "1xL4", "--memory", "24GiB")
+    result = plan("--gpus", "1xL4", "--memory", "12GiB")
     assert result.exit_code == 1
-    assert "no room for KV: 38.9 GiB of weights on each GPU" in result.output
-    assert "it fits with --tensor-parallel-size 4" in result.output
+    assert "no room for KV: 12.8 GiB of weights on each GPU" in result.output
+    assert "it fits with --tensor-parallel-size 2" in result.output
 
 
 def test_a_model_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,11 +24,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
-import torch
 from msgspec import structs
 
 from kvrelay.decode_worker.vllm.build import engine_facts, kv_identity
-from kvrelay.decode_worker.vllm.copies import Copies
+from kvrelay.decode_worker.vllm.memory import LayerForm
 from kvrelay.engine import cache_dir
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection, WorkerConfig
 from kvrelay.engine.identity import OWN, VLLM
@@ -61,8 +60,8 @@ def config_of(path: Path, runs: str) -> WorkerConfig:
     shape = read_config(path)
     digest = shape.digest(path, 256)
     if runs == VLLM:
-        copies = Copies()
-        copies.register({"0": torch.zeros(2, 65, BLOCK_SIZE, 2, 8)}, 65)
+        layer = LayerForm(["torch.float32", 1, [2, BLOCK_SIZE, 2, 8], [0, 1, 2, 3]], 2048)
+        copies = SimpleNamespace(layers=[layer])
         config = SimpleNamespace(model_config=SimpleNamespace(dtype="torch.float32"))
         vllm = SimpleNamespace(version="1", config=config, attention_backends=[], copies=copies)
         digest = kv_identity(path, 256, engine_facts({}, cast(Any, vllm), on_gpu=False))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvrelay.engine.model.checkpoint import gemma4_weights, sparse
+from kvrelay.engine.model.checkpoint import gemma4_weights, sparse_weights
 from kvrelay.engine.model.checkpoint.fields import read_json
 from kvrelay.engine.model.checkpoint.mistral import read_raw
 from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of, table_and_head
@@ -326,7 +326,7 @@ class Layer:
         )
 
     def _indexer(self) -> IndexerWeights | None:
-        return sparse.indexer_weights(self._get, self._config, self._index, self._ops)
+        return sparse_weights.indexer_weights(self._get, self._config, self._index, self._ops)
 
     def _experts(self) -> ExpertsWeights:
         c, experts = self._config, self._config.experts

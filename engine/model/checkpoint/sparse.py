@@ -1,5 +1,5 @@
-"""DeepSeek sparse attention (DeepSeek V3.2, GLM-5): what config.json says of the indexer, and its
-weights. The rest of these models is DeepSeek-V3's.
+"""DeepSeek sparse attention (DeepSeek V3.2, GLM-5): what config.json says of the indexer. The rest
+of these models is DeepSeek-V3's.
 
 The two differ in how the indexer's rows are rotated: DeepSeek V3.2's are stored first with second
 half, as no other rotated rows of it are, and GLM-5's in pairs.
@@ -9,21 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from kvrelay.engine.kv.spec import KVHeads
 from kvrelay.engine.model.checkpoint.fields import count, layer_heads
 from kvrelay.engine.model.config import Indexer, ModelConfig
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.weights import IndexerWeights
-
-if TYPE_CHECKING:
-    from kvrelay.engine.model.ops import Ops
 
 Raw = Mapping[str, Any]
-Get = Callable[..., torch.Tensor]  # a tensor by its name and shape
 DeepseekV3 = Callable[[Raw], ModelConfig]
 KINDS = {"F": "full", "full": "full", "S": "shared", "shared": "shared"}
 
@@ -92,25 +85,3 @@ def _with_indexer(raw: Raw, deepseek_v3: DeepseekV3, layers: tuple[int, ...]) ->
         for layer in range(config.num_layers)
     )
     return replace(config, latent=replace(latent, indexer=indexer), **layer_heads(each))
-
-
-def indexer_weights(get: Get, config: ModelConfig, layer: int, ops: Ops) -> IndexerWeights | None:
-    """Those of one layer; None: it has none. Raises ModelError."""
-    latent, name = config.latent, "self_attn.indexer."
-    indexer = config.indexer
-    if latent is None or indexer is None or not indexer.scores_in(layer):
-        return None
-    heads, dim, hidden = indexer.num_heads, indexer.head_dim, config.hidden_size
-    rotated = torch.arange(latent.rope_dim)
-    if indexer.interleaved:
-        rotated = torch.cat((rotated[0::2], rotated[1::2]))
-    order = torch.cat((torch.arange(latent.rope_dim, dim), rotated))  # they come first in the file
-    queries = get(name + "wq_b.weight", heads * dim, latent.q_rank)
-    queries = queries.unflatten(0, (heads, dim))[:, order].flatten(0, 1)
-    return IndexerWeights(
-        queries=ops.matrix(queries, None, "index_queries"),
-        keys=ops.matrix(get(name + "wk.weight", dim, hidden)[order], None, "index_keys"),
-        weights=ops.router(get(name + "weights_proj.weight", heads, hidden)),
-        norm=ops.vector(get(name + "k_norm.weight", dim)[order]),
-        norm_bias=ops.vector(get(name + "k_norm.bias", dim)[order]),
-    )

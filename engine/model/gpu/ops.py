@@ -96,7 +96,7 @@ class TritonOps(TensorOps):
                 self._pools[layer] = Pool(data, heads.key_dim, heads.value_dim, apart)
                 continue
             self._pools[layer] = Pool(data, heads.key_dim)
-            if heads.value_dim:  # of index keys
+            if heads.value_dim:  # index keys have it
                 self._index_pools[layer] = Pool(values[:, None, None], heads.value_dim)
 
     def _pool_of(self, layer: int) -> tuple[Pool, int]:
