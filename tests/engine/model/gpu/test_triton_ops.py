@@ -139,44 +139,36 @@ def test_experts_add_what_each_token_chose(num_tokens, num_experts, each):
     torch.testing.assert_close(hidden, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 130])
-def test_experts_in_mxfp4_are_those_of_the_widened_numbers(num_tokens):
-    both = [
-        Mxfp4(
-            torch.randint(0, 256, (2, rows, columns // 2), dtype=torch.uint8),
-            torch.randint(118, 125, (2, rows, columns // 32), dtype=torch.uint8),
-        )
-        for rows, columns in ((2 * 64, 96), (96, 64))
-    ]
-    x, weights = randn(num_tokens, 96), randn(num_tokens, 1)
-    chosen = torch.randint(0, 2, (num_tokens, 1)).to(DEVICE)
-    wide = experts.ExpertWeights(*(each.widened().to(DEVICE) for each in both))
-    narrow = [getattr(each, name).to(DEVICE) for name in ("pairs", "scales") for each in both]
-    found = [torch.zeros(num_tokens, 96, device=DEVICE) for _ in range(2)]
-    for hidden, stacked in zip(found, (wide, experts.ExpertWeights(*narrow)), strict=True):
-        experts.add_experts(hidden, x, stacked, chosen, weights, "clamped_swish")
-    torch.testing.assert_close(found[1], found[0], **CLOSE)
+def mxfp4(rows, columns):
+    pairs = torch.randint(0, 256, (2, rows, columns // 2), dtype=torch.uint8)
+    return Mxfp4(pairs, torch.randint(118, 125, (2, rows, columns // 32), dtype=torch.uint8))
+
+
+def fp8_blocks(rows, columns):
+    """Blocks of 32 rows and 64 columns; rows end within none."""
+    scales = torch.rand(2, rows // 32, -(-columns // 64)) + 0.1
+    return Fp8Blocks(torch.randn(2, rows, columns).to(torch.float8_e4m3fn), scales, (32, 64))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 130])
-def test_experts_in_fp8_are_those_of_the_widened_numbers(num_tokens):
-    """Blocks of 32 rows and 64 columns; rows of both projections end within none."""
-    both = [
-        Fp8Blocks(
-            torch.randn(2, rows, columns).to(torch.float8_e4m3fn),
-            torch.rand(2, rows // 32, -(-columns // 64)) + 0.1,
-            (32, 64),
-        )
-        for rows, columns in ((2 * 64, 96), (96, 64))
-    ]
+@pytest.mark.parametrize(
+    ("packed", "names", "block", "activation"),
+    [
+        (mxfp4, ("pairs", "scales"), (), "clamped_swish"),
+        (fp8_blocks, ("numbers", "scales"), ((32, 64),), "silu"),
+    ],
+)
+def test_packed_experts_are_those_of_the_widened_numbers(
+    packed, names, block, activation, num_tokens
+):
+    both = [packed(rows, columns) for rows, columns in ((2 * 64, 96), (96, 64))]
     x, weights = randn(num_tokens, 96), randn(num_tokens, 1)
     chosen = torch.randint(0, 2, (num_tokens, 1)).to(DEVICE)
     wide = experts.ExpertWeights(*(each.widened().to(DEVICE) for each in both))
-    narrow = [getattr(each, name).to(DEVICE) for name in ("numbers", "scales") for each in both]
+    narrow = [getattr(each, name).to(DEVICE) for name in names for each in both]
     found = [torch.zeros(num_tokens, 96, device=DEVICE) for _ in range(2)]
-    stacks = (wide, experts.ExpertWeights(*narrow, both[0].block))
-    for hidden, stacked in zip(found, stacks, strict=True):
-        experts.add_experts(hidden, x, stacked, chosen, weights, "silu")
+    for hidden, stacked in zip(found, (wide, experts.ExpertWeights(*narrow, *block)), strict=True):
+        experts.add_experts(hidden, x, stacked, chosen, weights, activation)
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-3)
 
 
