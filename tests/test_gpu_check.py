@@ -1,4 +1,4 @@
-"""The one command for a GPU: its parts are there, and what becomes of them is told."""
+"""The one command for a GPU: its parts are there, and it reports the result of each."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ already is not computed.
 
 Life of a table: begun with its request; if some of its blocks are full, these are compared with
 their checksums first, and vLLM gets the request then -> as vLLM schedules it, it counts on the
-blocks before the first that does not fit -> with the step that is scheduled, ranks are told which
+blocks before the first that does not fit -> the step that is scheduled carries to the ranks which
 blocks to write to vLLM's memory before it and which to copy out after it (`Step`; what ranks do:
 `ranks`) -> when all have, the copying thread here takes checksums of what came, and reports it ->
 ended with the request, when nothing of it is on the way any more.

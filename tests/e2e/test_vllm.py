@@ -21,6 +21,7 @@ import pytest
 from benchmarks.serving.served import Served
 from kvrelay.cluster.cli.own_key import OwnKey
 from tests.e2e.serving import all_up, is_idle, wait_for
+from tests.support.vllm_settings import small
 
 PYTHON = os.environ.get("KVRELAY_VLLM_PYTHON", "")
 pytestmark = [
@@ -43,18 +44,7 @@ def serving(folder: Path, models: tuple[str, ...], **workers: int) -> Served:
     vllm = {"runs": "vllm", "python": PYTHON, "block_size": 32}
     eager = {"arguments": {"enforce_eager": True}}
     common = {"checkpoint": "smollm2-135m"}
-    settings: dict[str, Any] = {
-        "model.dtype": "float32",
-        "engine.max_model_len": 2048,
-        "engine.num_blocks": 256,
-        "engine.threads": 1,
-        "cluster.start_timeout_s": START_S,
-        "sessions.state_dir": str(folder / "state"),
-        "tiers.host_gib": 0.5,
-        "tiers.disk_gib": 1,
-        "tiers.disk_path": str(folder / "kv"),
-        "tiers.disk_after_s": 0.1,
-    }
+    settings = small(folder, START_S, host_gib=0.5)
     every = {
         "vllm": {"name": "vllm", "engine": vllm | eager, **common, **workers},
         "own": {"name": "own", "prefill": 0, "decode": 1, **common},

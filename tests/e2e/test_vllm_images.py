@@ -21,6 +21,7 @@ from kvrelay.cluster.cli.own_key import OwnKey
 from tests.e2e.serving import all_up, is_idle, wait_for
 from tests.e2e.test_vllm import START_S
 from tests.support import tiny_vision
+from tests.support.vllm_settings import small
 from tests.worker.test_vllm_images import png
 
 PYTHON = os.environ.get("KVRELAY_VLLM_PYTHON", "")
@@ -40,17 +41,8 @@ BEFORE, AFTER = "You look at pictures. " * 4, "Say what you see, and say it well
 def serving(folder: Path, model: Path) -> Served:
     engine = {"runs": "vllm", "python": PYTHON, "block_size": 32}
     entry = {"name": "seeing", "checkpoint": str(model), "prefill": 1, "decode": 1}
-    settings: dict[str, Any] = {
-        "model.dtype": "float32",
-        "engine.max_model_len": 2048,
+    settings = small(folder, START_S) | {
         "engine.num_blocks": 128,
-        "engine.threads": 1,
-        "cluster.start_timeout_s": START_S,
-        "sessions.state_dir": str(folder / "state"),
-        "tiers.host_gib": 0.25,
-        "tiers.disk_gib": 1,
-        "tiers.disk_path": str(folder / "kv"),
-        "tiers.disk_after_s": 0.1,
     }
     eager = engine | {"arguments": {"enforce_eager": True}}
     return Served(settings | {"models": [entry | {"engine": eager}]})

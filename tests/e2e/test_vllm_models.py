@@ -25,6 +25,7 @@ from tests.e2e.serving import all_up, is_idle, wait_for
 from tests.e2e.test_vllm import PYTHON, START_S, assert_clean, client, has_on_disk
 from tests.e2e.test_vllm import pytestmark as pytestmark
 from tests.support import random_checkpoint
+from tests.support.vllm_settings import small
 
 # Some 12 blocks each, after 2 that all have.
 PROMPTS = [f"{word} went by the sea. " * 60 for word in ("Anna", "Boris", "Clara", "Dora")]
@@ -39,25 +40,15 @@ def checkpoint(folder: Path, kind: str) -> Path:
 
 
 def serving(folder: Path, path: Path, prefill: int, policy: str) -> Served:
-    settings: dict[str, Any] = {
+    settings = small(folder, START_S) | {
         "model.name": str(path),
         "model.served_name": "m",
-        "model.dtype": "float32",
         "engine.runs": "vllm",
         "engine.python": PYTHON,
         "engine.block_size": 32,
-        "engine.max_model_len": 2048,
-        "engine.num_blocks": 256,
-        "engine.threads": 1,
         "router.policy": policy,
         "cluster.prefill": prefill,
         "cluster.decode": 1,
-        "cluster.start_timeout_s": START_S,
-        "sessions.state_dir": str(folder / "state"),
-        "tiers.host_gib": 0.25,
-        "tiers.disk_gib": 1,
-        "tiers.disk_path": str(folder / "kv"),
-        "tiers.disk_after_s": 0.1,
     }
     return Served(settings | {"engine.arguments": {"enforce_eager": True}})
 

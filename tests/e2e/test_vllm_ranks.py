@@ -21,6 +21,7 @@ from tests.e2e.serving import all_up, wait_for
 from tests.e2e.test_vllm import PYTHON, START_S, assert_clean, client, has_on_disk
 from tests.e2e.test_vllm import pytestmark as pytestmark
 from tests.e2e.test_vllm_models import PROMPTS, checkpoint, process_of
+from tests.support.vllm_settings import small
 
 NUM_TOKENS, NUM_SEEDS = 24, 20
 ARGUMENTS: dict[str, Any] = {"enforce_eager": True}
@@ -29,18 +30,14 @@ ARGUMENTS: dict[str, Any] = {"enforce_eager": True}
 def serving(folder: Path, path: Path, ranks: tuple[int, int], **more: Any) -> Served:
     """`ranks`: of a worker for prompts and of one that decodes; 0: there is none."""
     prefill, decode = ranks
-    settings: dict[str, Any] = {
+    settings = small(folder, START_S) | {
         "model.name": str(path),
         "model.served_name": "m",
-        "model.dtype": "float32",
         "engine.runs": "vllm",
         "engine.python": PYTHON,
         "engine.block_size": 32,
-        "engine.max_model_len": 2048,
         # vLLM 0.32 raises on CPUs where a request with a seed has its prompt in several steps.
         "engine.max_num_batched_tokens": 16384,
-        "engine.num_blocks": 256,
-        "engine.threads": 1,
         "engine.step_timeout_s": 300.0,
         "engine.arguments": ARGUMENTS | more,
         "router.policy": "round_robin" if prefill else "prefix",  # which hands every prompt over
@@ -48,12 +45,6 @@ def serving(folder: Path, path: Path, ranks: tuple[int, int], **more: Any) -> Se
         "cluster.decode": 1,
         "cluster.prefill_tensor_parallel_size": prefill,
         "cluster.decode_tensor_parallel_size": decode,
-        "cluster.start_timeout_s": START_S,
-        "sessions.state_dir": str(folder / "state"),
-        "tiers.host_gib": 0.25,
-        "tiers.disk_gib": 1,
-        "tiers.disk_path": str(folder / "kv"),
-        "tiers.disk_after_s": 0.1,
     }
     return Served(settings)
 

@@ -150,7 +150,7 @@ def _compressed(raw: Raw) -> tuple[Group, ...]:
         if weights:
             bits, block = count(weights, "num_bits"), _strategy(weights)
             groups += [Group(str(target), bits, block) for target in each.get("targets") or ("",)]
-    # As compressed-tensors orders them. What is not of class Linear here is told by its name.
+    # In the order of compressed-tensors. Modules that are not of class Linear here match by name.
     groups.sort(key=lambda group: (group.target not in ("", "Linear"), group.target))
     return tuple(groups) or (Group(),)
 

@@ -23,17 +23,17 @@ class Format:
 
     api: Api
     asks: str  # the field of the conversation
-    limit: str  # of the tokens of the answer
+    limit: str  # the field that limits the answer's tokens
     ended: tuple[str, str, str]  # at its end, at the limit, by a call
-    tool: Callable[[Body], Body]  # of a function's name, parameters, and whether it is strict
+    tool: Callable[[Body], Body]  # from a function's name, parameters and strictness
     choice: Callable[[str], Any]  # any, auto, none, or a tool's name
     one: Body  # with which any call is one
     schema: Callable[[Body], Body]
     turns: Callable[[Body], list[Body]]  # an answer given back, and the result of its last call
     efforts: list[tuple[Body, Body]]  # with what the template gets
-    kind: Callable[[str, int], Body]  # of an error, by its reason and status
+    kind: Callable[[str, int], Body]  # an error's body, by its reason and status
     usual: Body = field(default_factory=dict)
-    # With this a thought is told, which the model begins with `begins`.
+    # With this the answer has the reasoning, which the model begins with `begins`.
     thinks: Body = field(default_factory=dict)
     begins: str = "<think>\n"
 
