@@ -23,6 +23,7 @@ from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
 VLLM_CPU_BLOCK = 32  # its attention on CPUs takes multiples of so many tokens
+VLLM_CPU_TOKENS = 2048  # of its steps on CPUs where nothing else is set: its own server's
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 
@@ -64,7 +65,7 @@ class EngineSection(Section, frozen=True):
     window: Count = 0  # positions that each layer attends to; 0: as the model says
     sinks: Count = 0  # attention sinks: first positions outside the window (4 is usual)
     guard: bool = True  # compare block tables before each step; false: only their ranges
-    # tokens per step; longer prompts are computed in chunks; 0: 512, on a GPU 8,192
+    # tokens per step; longer prompts are computed in chunks; 0: 512, vllm: 2,048, on a GPU 8,192
     max_num_batched_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     # longest step of a decode worker that takes prompt tokens beside its decodes; 0: 50 where
     # there are prefill workers, no limit in one pool
@@ -99,12 +100,13 @@ class EngineSection(Section, frozen=True):
     def sized(self, *, gpu: bool) -> EngineSection:
         """With the sizes that the device decides. On a GPU kv_cache_gib may stay 0: how much memory
         is free is known once the weights are there."""
-        unit = 1 if gpu or self.runs != "vllm" else VLLM_CPU_BLOCK
+        on_cpu = (1, 512) if self.runs != "vllm" else (VLLM_CPU_BLOCK, VLLM_CPU_TOKENS)
+        unit, tokens = (1, 8192) if gpu else on_cpu
         return structs.replace(
             self,
             block_size=-(-self.block_size // unit) * unit,
             kv_cache_gib=self.kv_cache_gib or (0.0 if gpu else 1.0),
-            max_num_batched_tokens=self.max_num_batched_tokens or (8192 if gpu else 512),
+            max_num_batched_tokens=self.max_num_batched_tokens or tokens,
             max_num_seqs=self.max_num_seqs or (256 if gpu else 64),
         )
 

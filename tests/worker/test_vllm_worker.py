@@ -54,7 +54,7 @@ from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
-from kvrelay.worker.guardian import WorkerGuardian, in_environment
+from kvrelay.worker.guardian import WorkerGuardian, in_environment, openmp_of
 from kvrelay.worker.messages import StartFailed
 from kvrelay.worker.process import Listening
 from kvrelay.worker.spec import WorkerOrder, WorkerSpec
@@ -557,6 +557,14 @@ def test_its_process_finds_our_source_and_nothing_else_of_ours(
     assert in_environment(sys.executable, ["python"], given)[1] == env  # the link is there
 
 
+def test_its_openmp_is_that_of_its_environment(tmp_path: Path) -> None:
+    python, library = tmp_path / "bin" / "python", tmp_path / "lib" / "libiomp5.so"
+    assert openmp_of(python) == {"OMP_WAIT_POLICY": "passive"}, "torch's: its threads do not spin"
+    library.parent.mkdir()
+    library.touch()
+    assert openmp_of(python)["LD_PRELOAD"] == str(library)
+
+
 def test_an_interpreter_that_is_not_there_is_named() -> None:
     spec = WorkerSpec(
         cluster="none",
@@ -642,3 +650,11 @@ def test_a_grammar_has_the_form_that_vllm_takes(grammar: str, expected: Any) -> 
 def test_blocks_have_a_size_that_vllm_has_attention_for(given: int, gpu: bool, sized: int) -> None:
     assert EngineSection(runs="vllm", block_size=given).sized(gpu=gpu).block_size == sized
     assert EngineSection(block_size=given).sized(gpu=gpu).block_size == given
+
+
+def test_its_steps_on_cpus_are_as_long_as_those_of_its_own_server() -> None:
+    of_vllm = EngineSection(runs="vllm")
+    assert of_vllm.sized(gpu=False).max_num_batched_tokens == 2048
+    set_so = EngineSection(runs="vllm", max_num_batched_tokens=64)
+    assert set_so.sized(gpu=False).max_num_batched_tokens == 64
+    assert EngineSection().sized(gpu=False).max_num_batched_tokens == 512
