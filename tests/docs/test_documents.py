@@ -86,6 +86,13 @@ def test_the_index_by_reader_has_every_page() -> None:
     assert {path.name for path in index.parent.glob("*.md")} - {"README.md"} <= linked
 
 
+def test_the_page_of_commands_has_every_command() -> None:
+    page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `kvrelay "))
+    commands = {*kvrelay.list_commands(None)}  # type: ignore[arg-type]
+    assert commands <= {*re.findall(r"`(?:kvrelay )?([a-z-]+)", rows)}
+
+
 def test_each_decision_has_a_status() -> None:
     def without_status(path: Path, text: str) -> Iterator[str]:
         if path.parent.name == "adr" and not STATUS.match(text):
