@@ -46,9 +46,11 @@ class Tracing:
         count: Count,
         max_pending: int = 4096,
         export_every_s: float = 1.0,
+        about: Mapping[str, str] | None = None,
     ) -> None:
         """`endpoint`: URL of a collector that speaks OTLP over HTTP. `sample`: the fraction of
-        calls that are traced; a caller's `traceparent` decides for its own. Takes a while."""
+        calls that are traced; a caller's `traceparent` decides for its own. `about`: attributes of
+        this process, by OpenTelemetry's names. Takes a while."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -65,7 +67,7 @@ class Tracing:
         self._exporter = _counted(exporter, url, count)
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample)),
-            resource=Resource.create({"service.name": "kvrelay"}),
+            resource=Resource.create({"service.name": "kvrelay", **(about or {})}),
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(

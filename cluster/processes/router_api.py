@@ -24,6 +24,7 @@ from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.host import NodeHost, settle_memory
 from kvrelay.engine.node import NodeId
 from kvrelay.engine.support import Capability, engine_traits, refusal_of
+from kvrelay.engine.wire.channel import own_version
 from kvrelay.router.models import ForModel, ModelRouters
 
 if TYPE_CHECKING:
@@ -135,15 +136,22 @@ def _settings(config: Config) -> ApiSettings:
     )
 
 
-def _tracing(config: Config, metrics: Any) -> Any:
+def _tracing(served: RouterHost, metrics: Any) -> Any:
     """None where there is no collector."""
     from kvrelay.cluster.api.tracing import Tracing
 
     def count_spans(outcome: str, spans: int) -> None:
         metrics.spans.labels(outcome).inc(spans)
 
-    section = config.tracing
-    return Tracing(section.endpoint, section.sample, count_spans) if section.endpoint else None
+    section, name = served.config.tracing, served.config.cluster.name
+    if not section.endpoint:
+        return None
+    about = {
+        "service.version": own_version(),
+        "service.instance.id": f"{socket.gethostname()}/{served.routers.node_id}",
+        **({"service.namespace": name} if name else {}),
+    }
+    return Tracing(section.endpoint, section.sample, count_spans, about=about)
 
 
 def _client(served: RouterHost, model: str) -> RouterClient:
@@ -237,7 +245,7 @@ async def open_context(
     ClusterCollector(registry, served.status)
     (first, tokenizer), *others = tokenizers.items()
     metrics = ApiMetrics(registry, served.served_models[first].served_name)
-    tracing = await asyncio.to_thread(_tracing, config, metrics)
+    tracing = await asyncio.to_thread(_tracing, served, metrics)
     context = ApiContext(
         **await _of_model(served, first, tokenizer, access),
         operations=served,

@@ -33,15 +33,15 @@ class Collector:
     def __init__(self) -> None:
         self.spans: list[Any] = []
         self.paths: set[str] = set()
-        self.service = ""
+        self.about: dict[str, str] = {}
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                    named = {a.key: a.value.string_value for a in resource.resource.attributes}
-                    collector.service = named["service.name"]
+                    of_process = resource.resource.attributes
+                    collector.about = {a.key: a.value.string_value for a in of_process}
                     for scope in resource.scope_spans:
                         collector.spans += scope.spans
                 collector.paths.add(self.path)
@@ -81,7 +81,8 @@ def traced(
     def count(outcome: str, spans: int) -> None:
         counts[outcome] += spans
 
-    tracing = Tracing(url, sample, count, **options)
+    about = {"service.instance.id": "host/router-0"}
+    tracing = Tracing(url, sample, count, about=about, **options)
     router: RealRouter = real_router(tokenizer)
     context = {"tracing": tracing}
     try:
@@ -101,7 +102,8 @@ def test_a_call_is_a_span_with_its_phases_inside(
         found = explanation(served, response.headers["x-request-id"])
     ended_ns = time.time_ns()
     assert collector.paths == {"/v1/traces"}
-    assert collector.service == "kvrelay"
+    assert collector.about["service.name"] == "kvrelay"
+    assert collector.about["service.instance.id"] == "host/router-0"
     root = next(span for span in collector.spans if span.parent_span_id.hex() == CALLER)
     children = sorted(
         (s for s in collector.spans if s is not root), key=lambda s: s.start_time_unix_nano
