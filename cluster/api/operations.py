@@ -8,13 +8,15 @@ operators only.
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import controller_away, invalid
+from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.metrics import OfCluster
@@ -59,17 +61,26 @@ class _Operations:
         self._ctx = ctx
 
     async def health(self, http: Request) -> Response:
-        is_healthy, detail = self._ctx.operations.healthy()
+        is_healthy, detail = self._healthy(http)
         status = {"status": "ok" if is_healthy else "unavailable"}
         return JSONResponse(detail | status, 200 if is_healthy else 503)
 
     async def ready(self, http: Request) -> Response:
         """Whether new requests should come here."""
-        is_healthy, detail = self._ctx.operations.healthy()
+        is_healthy, detail = self._healthy(http)
         if self._ctx.operations.draining:
             return JSONResponse(detail | {"status": "draining"}, 503)
         status = {"status": "ready" if is_healthy else "unavailable"}
         return JSONResponse(detail | status, 200 if is_healthy else 503)
+
+    def _healthy(self, http: Request) -> tuple[bool, dict[str, Any]]:
+        """Of the model that `?model=` names, else of any. Raises ApiError (404). The list of names
+        is for those who have a key."""
+        name = http.query_params.get("model", "")
+        if name and name not in self._ctx.models:
+            said = f"no model of this server is called '{name[:200]}'"
+            raise ApiError(404, said, param="model", code="model_not_found")
+        return self._ctx.operations.healthy(self._ctx.models[name].model_name if name else "")
 
     async def drain(self, http: Request) -> Response:
         return await self._order(http, Service.DRAIN)

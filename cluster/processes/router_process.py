@@ -364,13 +364,13 @@ class RouterProcess:
         await self.wire.close()
         await asyncio.to_thread(self.host.close)
 
-    def healthy(self) -> tuple[bool, dict[str, Any]]:
-        """Whether requests can be served: at least one worker is up, or the autoscaler starts one
-        as soon as there is a request."""
-        workers = self.routers.status(self._loop.time()).workers
+    def healthy(self, model: str = "") -> tuple[bool, dict[str, Any]]:
+        key = next((k for k, each in self.served_models.items() if each.served_name == model), "")
+        asked = self.routers.routers[key] if key else self.routers
+        workers = asked.status(self._loop.time()).workers
         num_up = sum(worker.state != "down" for worker in workers)
-        wanted = len(workers) if self._view is None else len(self._view.workers)
-        scalings = [each.scaling for each in self.configs.values()]
+        wanted = len(workers) if key or self._view is None else len(self._view.workers)
+        scalings = [each.scaling for name, each in self.configs.items() if name == key or not key]
         may_sleep = any(each.enabled and each.limits(time())[0] == 0 for each in scalings)
         return num_up > 0 or may_sleep, {"workers_up": num_up, "workers": wanted}
 

@@ -96,6 +96,9 @@ def test_both_are_there_and_each_has_its_workers(server: Served) -> None:
         "decode-other-0": (OTHER, "decode"),
     }
     assert [(each["model"], each["num_up"]) for each in state["models"]] == [(CHAT, 2), (OTHER, 2)]
+    for name, num_up in {"": 4, CHAT: 2, ALIAS: 2, OTHER: 2}.items():
+        health = httpx.get(f"{server.url}/health/ready", params={"model": name} if name else {})
+        assert health.json() == {"workers_up": num_up, "workers": num_up, "status": "ready"}
 
 
 def test_libraries_find_each_by_its_name(server: Served) -> None:

@@ -214,7 +214,7 @@ class FakeOperations:
     def status(self) -> ClusterStatus:
         return cluster_status(STATUS)
 
-    def healthy(self) -> tuple[bool, dict[str, Any]]:
+    def healthy(self, model: str = "") -> tuple[bool, dict[str, Any]]:
         return self._health[0], self._health[1]
 
     async def audit(self) -> dict[str, Any]:

@@ -58,6 +58,14 @@ def test_ready_is_not_live(server: Served, operated: Operated) -> None:
     assert server.http.get("/health/live").status_code == 200
 
 
+def test_a_model_may_be_asked_for_by_its_name(server: Served) -> None:
+    assert server.http.get("/health/ready", params={"model": MODEL}).json()["status"] == "ready"
+    for path in ("/health", "/health/ready"):
+        other = server.http.get(path, params={"model": "gpt-5"})
+        said = "no model of this server is called 'gpt-5'"
+        assert (other.status_code, other.json()["error"]["message"]) == (404, said)
+
+
 def test_a_server_without_workers_is_not_ready(server: Served) -> None:
     server.health[:] = [False, {"workers_up": 0}]
     ready = server.http.get("/health/ready")
