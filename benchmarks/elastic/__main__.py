@@ -11,6 +11,7 @@ copy of it in host memory, and the host tier, come on top.
 * chat: short prompts at a rate, open loop
 * mixed: chats once a second beside a 2,000-token prompt every 4 s
 * swing: only prompts, then only decodes, in turns of 20 s
+* streams: eight streams of 200 tokens at any time
 * kill: the decode worker, the prefill worker, and one 3 s after the other, die under 16 streams
 * flip: roles change back and forth under load
 """
@@ -33,7 +34,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.elastic.disturbed import flips, kills
-from benchmarks.elastic.load import TURNS, Figures, agents, chat, mixed, swing
+from benchmarks.elastic.load import TURNS, Figures, agents, chat, mixed, streams, swing
 from benchmarks.report import json_option, make_console, write_json
 from benchmarks.serving.first_light import MODEL, time_one
 from benchmarks.serving.served import Served
@@ -50,7 +51,7 @@ from kvrelay.engine.model.checkpoint.resolve import resolve_model
 
 KV_GIB = 2.0  # each server's, however many workers it has
 SHARED_MEMORY, SETTLE_S = Path("/dev/shm"), 60.0
-LOADS = ("agents", "chat", "mixed", "swing", "kill", "flip", "all")
+LOADS = ("agents", "chat", "mixed", "swing", "streams", "kill", "flip", "all")
 ONE, TWO, THREE, FOUR, PEER = "one pool", "1 + 1", "1 + 2", "2 + 2", "vLLM"
 
 
@@ -184,6 +185,8 @@ def main(
         run("chat beside long prompts", lambda url, i: asyncio.run(mixed(url, i, seconds)))
     if what in ("swing", "all"):
         run("swing", lambda url, i: asyncio.run(swing(url, i, 0.7, 12, 4)))
+    if what in ("streams", "all"):
+        run("8 streams", lambda url, i: asyncio.run(streams(url, i, 8)))
     if what in ("kill", "all"):
         run("kill -9", lambda url, i: asyncio.run(kills(url, i)))
     if what in ("flip", "all"):

@@ -4,6 +4,7 @@
 * chat: short prompts at a rate, open loop
 * mixed: chats once a second beside a 2,000-token prompt every 4 s
 * swing: only prompts, then only decodes, in turns
+* streams: so many streams at any time, from short prompts
 """
 
 from __future__ import annotations
@@ -130,6 +131,22 @@ async def swing(url: str, seed: int, prompts_per_s: float, decodes: int, phases:
         good = [timing for timing in timings if is_in_time(timing)]
         found[name].append(len(good) / elapsed_s)
     return {f"{name}_goodput_per_s": sum(values) / len(values) for name, values in found.items()}
+
+
+async def streams(url: str, seed: int, num_streams: int, output_len: int = 200) -> Figures:
+    """Three after each other in each stream: what decodes yield."""
+    num = 3 * num_streams
+    spec = LoadSpec(
+        url, MODEL, num, concurrency=num_streams, input_len=64, output_len=output_len, seed=seed
+    )
+    timings, elapsed_s = await run_load(spec)
+    good = [timing for timing in timings if timing.error is None]
+    gaps = [gap for timing in good for gap in timing.gaps_s]
+    return {
+        "tokens_per_s": sum(timing.num_output_tokens for timing in good) / elapsed_s,
+        **{f"itl_p{p}_s": percentile(gaps, p) or 0.0 for p in (50, 99)},
+        "refused": len(timings) - len(good),
+    }
 
 
 def is_in_time(timing: RequestTiming) -> bool:
