@@ -20,7 +20,6 @@ from kvrelay.engine.settings import (
     matching,
 )
 from kvrelay.engine.stats import Role, WorkerInfo
-from kvrelay.engine.support import NO_IMAGES
 from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
 VLLM_CPU_BLOCK = 32  # its attention on CPUs takes multiples of so many tokens
@@ -207,7 +206,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
     loads: bool = False  # what requests need, beside the model
-    no_images: str = NO_IMAGES  # why it reads none; "": it does
+    no_images: str = "its executor reads no images"  # "": it does
     weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs

@@ -214,7 +214,6 @@ _NO_LORA = (
     "of workers that run vllm, those on GPUs with engine.arguments.enable_lora compute adapters"
 )
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
-NO_IMAGES = "images are not read here"  # by who has not said it
 _BY_VLLM = "workers with engine.runs = 'vllm' do"
 _NO_IMAGES = f"images are read by one process on a CPU; {_BY_VLLM} on GPUs too"
 _NO_TOWER = f"images of Qwen3-VL and Qwen3.5 are read, this model's are not; {_BY_VLLM}"

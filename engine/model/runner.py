@@ -388,11 +388,7 @@ class ModelRunner:
             for each, count in zip(sampled, num_drafts, strict=True)
         ]
         results = dict(zip(kept, sampled, strict=True))
-        unsampled = {
-            index: each.error or not_sampled().error
-            for index, each in results.items()
-            if each is not None and each.token == NO_TOKEN
-        }
+        unsampled = _unsampled(results)
         for index in (*unsampled, *ungrammatical, *waiting, *unloaded, *images.failed):
             results[index] = None
         return StepDone(
@@ -607,6 +603,15 @@ class ModelRunner:
         )
         self.notices += steps.notices
         return steps
+
+
+def _unsampled(results: Mapping[int, Sampled | None]) -> dict[int, str]:
+    """Why no token could be drawn, for those that have none."""
+    return {
+        index: each.error or not_sampled().error
+        for index, each in results.items()
+        if each is not None and each.token == NO_TOKEN
+    }
 
 
 def _most_positions(config: ModelConfig, asked: int) -> int:

@@ -58,8 +58,8 @@ HYBRID = {
     "head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
     "rope_parameters": {
         "rope_type": "default",
@@ -157,8 +157,9 @@ def _make_model(folder: Path, vocab_size: int, ids: dict[str, int], *, hybrid: b
             elif "conv1d" in name:  # small outputs would be normalized, with their errors
                 each.copy_(torch.randn_like(each))
             elif each.dim() > 1:  # so that what is far back counts, more than the last token
-                scale = 0.05 if "visual.patch" in name else 0.2
-                scale /= 2 if hybrid and "lm_head" in name else 1
+                scale = 0.05 if "visual.patch" in name else 0.12 if hybrid else 0.2
+                if hybrid and "lm_head" in name:  # its states make more of rounding
+                    scale /= 2
                 rows = 0.2 if hybrid else 0.7
                 each.copy_(torch.randn_like(each) * (rows if "embed" in name else scale))
     model.save_pretrained(folder)

@@ -80,7 +80,7 @@ class CpuAttention:
             if key not in self._attentions:
                 self._describe(key, layer, planes[layer])
         self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
-        self._angles: list[tuple[torch.Tensor, ...]] = []  # of rows, where the batch has its own
+        self._angles: list[tuple[torch.Tensor, ...]] = []  # where rows have their own
         self._alive: Batch | None = None
 
     def _describe(self, key: Key, layer: int, planes: list[torch.Tensor]) -> None:

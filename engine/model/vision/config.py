@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESCALED = 1 / 255  # bytes of a picture become numbers up to 1
-THETA = 10000.0  # of the rotation within the tower
+THETA = 10000.0  # the base of the tower's rotary embedding
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Vision:
     section: tuple[int, ...]  # frequencies of the text's rotation by time, height and width
     least_pixels: int  # pictures are stretched to this many,
     most_pixels: int  # or shrunk to these
-    mean: tuple[float, ...]  # of each colour: is subtracted,
+    mean: tuple[float, ...]  # is subtracted from each colour,
     spread: tuple[float, ...]  # and what is left divided by this
 
     @property
@@ -40,5 +40,5 @@ class Vision:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of an image's embeddings, in float32."""
+        """What an image's embeddings take, in float32."""
         return 4 * self.out_size * (1 + len(self.taps))

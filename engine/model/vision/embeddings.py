@@ -7,6 +7,7 @@ They stay in the worker that computes prompts: others get KV, which has all that
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Embeddings:
         self._thread = ThreadPoolExecutor(1, "images")
         self._entries: dict[bytes, _Entry] = {}
         self._step = 0
-        self.num_encoded = 0
+        self.begun: Counter[int] = Counter()  # in the last call, for each sequence
 
     def choose(
         self, wanted: Mapping[int, Sequence[Wanted]], *, is_all: bool
@@ -58,6 +59,7 @@ class Embeddings:
         all there yet; and those of which some cannot be made, with the reason. is_all: the step has
         no other sequence."""
         self._step += 1
+        self.begun = Counter()
         for each in (each for images in wanted.values() for each in images):
             if (entry := self._entries.get(each.image.digest)) is not None:
                 entry.used = self._step
@@ -89,6 +91,7 @@ class Embeddings:
                 entry = self._entries.get(each.image.digest)
                 if entry is None and (not away or self._has_room(each.nbytes)):
                     entry = self._begin(each)
+                    self.begun[seq] += 1
                 if entry is None or not entry.future.done():
                     away.add(seq)
                 elif why := self._fault(each, entry):
@@ -97,7 +100,6 @@ class Embeddings:
 
     def _begin(self, wanted: Wanted) -> _Entry:
         self._has_room(wanted.nbytes)
-        self.num_encoded += 1
         future = self._thread.submit(self._encode, wanted.index, wanted.image)
         entry = _Entry(future, wanted.nbytes, self._step)
         self._entries[wanted.image.digest] = entry

@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Of a prompt with images, in its order. `shifts`: by how much the text behind so many of them
+    """Images of a prompt, in its order. `shifts`: by how much the text behind so many of them
     has a lower position than its index, none first."""
 
     places: tuple[Place, ...]

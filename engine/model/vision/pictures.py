@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_PIXELS = 64_000_000  # an image takes 256 MB then, as it is read
-MAX_RATIO = 200  # of its sides
+MAX_RATIO = 200  # one side is so many times as long as the other
 
 
 class ImageError(Exception):

@@ -11,7 +11,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Of a batch in which some sequence has images. All tensors are on the batch's device."""
+    """What a batch has in which some sequence has images. All tensors are on the batch's device."""
 
     turns: torch.Tensor  # [3, N] int64: positions in time, height and width
     section: tuple[int, ...]  # frequencies that turn by each of them

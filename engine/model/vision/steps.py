@@ -7,6 +7,7 @@ sequence, and kept with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,11 +29,11 @@ KEY = "images"
 
 @dataclass(slots=True)
 class _Known:
-    """Of a sequence, from step to step."""
+    """What is kept with a sequence, from step to step."""
 
     layout: Layout
     context: list[int] = field(default_factory=list)  # the model's tokens
-    seen: set[int] = field(default_factory=set)  # images that some step wanted
+    seen: set[bytes] = field(default_factory=set)  # digests that some step wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Prepared:
     step: Step
     waiting: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
-    counts: tuple[int, int] = (0, 0)  # images that were encoded for it, and found
+    counts: dict[int, tuple[int, int]] = field(default_factory=dict)  # as in StepDone
 
 
 class StepImages:
@@ -63,8 +64,7 @@ class StepImages:
         if not has_images(step.seqs):
             return Prepared(step)
         seqs, failed = [*step.seqs], dict[int, str]()
-        wanted, found = dict[int, list[Wanted]](), 0
-        before = self.embeddings.num_encoded
+        wanted, found = dict[int, list[Wanted]](), Counter[int]()
         for index, seq in enumerate(step.seqs):
             if seq.images is None:
                 continue
@@ -78,15 +78,16 @@ class StepImages:
             each = [self._wanted(seq, known, number) for number in overlapping]
             if each:
                 wanted[index] = each
-            new = {*overlapping} - known.seen
-            found += sum(seq.images.each[number].digest in self.embeddings for number in new)
+            new = {each.image.digest for each in wanted.get(index, ())} - known.seen
+            found[index] = sum(digest in self.embeddings for digest in new)
             known.seen |= new
             seqs[index] = self._shown(seq, known)
         waiting = set[int]()
         if wanted:
             waiting, why = self.embeddings.choose(wanted, is_all=len(wanted) == len(seqs))
             failed |= {at: f"request {seqs[at].request_id}: {text}" for at, text in why.items()}
-        counts = self.embeddings.num_encoded - before, found
+        begun = self.embeddings.begun if wanted else found
+        counts = {at: (begun[at], found[at]) for at in wanted if begun[at] or found[at]}
         return Prepared(replace(step, seqs=seqs, repeats=1), waiting, failed, counts)
 
     def batch(self, batch: Batch, seqs: Sequence[ScheduledSeq]) -> Batch:

@@ -194,7 +194,7 @@ def test_log_probabilities_are_those_of_transformers(model: Model, num: int, chu
         end = min(start + chunk, len(tokens))
         done = model.run(scheduled(tokens, start, end, given, table, kept=kept))
         found.append(rows_of(done, 0))
-    assert expected.std() > 0.9, "logits this flat would prove nothing"
+    assert expected.std() > 0.5, "logits this flat would prove nothing"
     torch.testing.assert_close(torch.cat(found), expected, **CLOSE)
 
 
@@ -226,13 +226,14 @@ def test_texts_beside_them_are_as_without_and_decodes_go_on(model: Model) -> Non
 
 
 def test_an_image_is_encoded_once(model: Model) -> None:
-    encoded = model.runner._images.embeddings.num_encoded  # type: ignore[union-attr]
     images = model.prompt(5, picture(30), picture(31), picture(30), 6)
     tokens = model.named(images)
-    done = model.run(scheduled(tokens, 0, len(tokens), images, blocks_for(model, len(tokens))))
+    seq = scheduled(tokens, 0, len(tokens), images, blocks_for(model, len(tokens)))
+    first = model.runner.execute(Step(900, [seq]))
+    assert first.images == {0: (2, 0)}
+    done = first if not first.waiting else model.run(seq)
     again = model.run(scheduled(tokens, 0, len(tokens), images, blocks_for(model, len(tokens))))
-    assert model.runner._images.embeddings.num_encoded == encoded + 2  # type: ignore[union-attr]
-    assert again.images == (0, 3)
+    assert again.images == {0: (0, 2)}
     assert torch.equal(rows_of(done, 0), rows_of(again, 0))
 
 
