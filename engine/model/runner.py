@@ -257,14 +257,16 @@ class ModelRunner:
     def replace_weights(self, weights: Weights, block_ids: Sequence[int]) -> None:
         """Compute with others, while no step runs, once they have sampled a token that is one;
         `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
-        before = self._decoder, self._decode, self.loads, self._drafter, self._slots
+        drafting = self._drafter, self._slots
+        before = self._decoder, self._decode, self.loads, self._images, self.no_images
         share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
         try:
             self._install(weights)
             if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
                 raise ModelError(f"the new weights do not answer: {fault[1]}")
         except Exception:
-            self._decoder, self._decode, self.loads, self._drafter, self._slots = before
+            self._drafter, self._slots = drafting
+            self._decoder, self._decode, self.loads, self._images, self.no_images = before
             raise
 
     def _identity(self, path: Path) -> WeightsIdentity | None:
@@ -422,8 +424,10 @@ class ModelRunner:
         loaded: Mapping[bytes, RowTerms],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Runs the step anywhere but on a GPU."""
-        turned = self._images if has_images(step.seqs) else None
-        if self._decode is not None and turned is None:
+        images = self._images
+        if images is not None and not has_images(step.seqs):
+            images = None
+        if self._decode is not None and images is None:
             step = replace(step, seqs=undrafted(step.seqs))
             drawn = self._decode.execute(step, tables, masks_of, loaded)
             if drawn is not None:
@@ -432,8 +436,8 @@ class ModelRunner:
                     self._keep_drafter(step, tables, drawn, outputs if len(outputs) else None)
                 return [*drawn], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
-        if turned is not None:
-            batch = turned.batch(batch, step.seqs)
+        if images is not None:
+            batch = images.batch(batch, step.seqs)
 
         def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None

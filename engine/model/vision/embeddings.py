@@ -42,7 +42,8 @@ class Embeddings:
     """Those of one runner's images. Called from the thread that runs steps; they are made in
     another, one after the other.
 
-    Invariant: what is held or made takes at most `max_bytes`, or is wanted by one sequence."""
+    Invariant: after `choose`, what is held or made takes at most `max_bytes`, beside what the
+    sequences of the step want that have all of theirs, or were the first to lack some."""
 
     def __init__(self, encode: Callable[[int, Image], torch.Tensor], max_bytes: int) -> None:
         """encode: of an image, by its index in a prompt; may raise ImageError."""
@@ -68,6 +69,7 @@ class Embeddings:
             futures = [entry.future for entry in self._entries.values() if not entry.future.done()]
             wait(futures, IDLE_WAIT_S, FIRST_COMPLETED)
             away, failed = self._look(wanted)
+        self._has_room(0)
         return away, failed
 
     def get(self, digest: bytes) -> torch.Tensor:
@@ -89,7 +91,7 @@ class Embeddings:
         for seq, images in wanted.items():
             for each in images:
                 entry = self._entries.get(each.image.digest)
-                if entry is None and (not away or self._has_room(each.nbytes)):
+                if entry is None and (away <= {seq} or self._has_room(each.nbytes)):
                     entry = self._begin(each)
                     self.begun[seq] += 1
                 if entry is None or not entry.future.done():
