@@ -51,6 +51,10 @@ class Model:
 
     def reference(self, images: Images) -> torch.Tensor:
         """Log-probabilities after each token, [n, vocab]."""
+        return self.logits(images).log_softmax(-1)
+
+    def logits(self, images: Images) -> torch.Tensor:
+        """What transformers gives after each token, [n, vocab]."""
         from transformers import Qwen2VLImageProcessorPil
 
         tokens = torch.tensor([expand(images, self.vision).tokens])
@@ -62,8 +66,8 @@ class Model:
             given["mm_token_type_ids"] = (tokens == self.vision.image_token).int()
         self.theirs.model.rope_deltas = None
         with torch.inference_mode():
-            logits = self.theirs(input_ids=tokens, **given).logits[0]
-        return logits.float().log_softmax(-1)
+            logits: torch.Tensor = self.theirs(input_ids=tokens, **given).logits[0]
+        return logits.float()
 
     def take(self, count: int) -> list[int]:
         return [self.free.pop() for _ in range(count)]
@@ -223,6 +227,27 @@ def test_texts_beside_them_are_as_without_and_decodes_go_on(model: Model) -> Non
         for index in range(2):
             how = {"rtol": 0.0, "atol": 0.0} if is_exact else CLOSE
             torch.testing.assert_close(rows_of(done, index), alone[index][number], **how)
+
+
+def test_penalties_count_the_models_tokens_and_drafts_are_left_out(model: Model) -> None:
+    images = model.prompt(12, picture(50), 9)
+    tokens, logits = model.named(images), model.logits(images)[-1].clone()
+    seen = torch.tensor(sorted({*expand(images, model.vision).tokens}))
+    logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 9.0, logits[seen] * 9.0)
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=9.0)
+
+    def second(drafts: list[int]) -> Any:
+        """What is drawn after the first token of the answer."""
+        table, own = blocks_for(model, len(tokens) + 4), {"images": images, "kept": {}}
+        prompt = ScheduledSeq(*("r", tokens, 0, table, True, sampling, tokens, len(tokens)), **own)
+        (first,) = model.run(prompt).sampled
+        assert first is not None
+        assert first.token == int(logits.argmax())
+        longer = [*tokens, first.token]
+        last = "r", longer[-1:], len(tokens), table, True, sampling, longer, len(tokens)
+        return model.run(ScheduledSeq(*last, draft_tokens=drafts, **own)).sampled
+
+    assert second([tokens[14], 3]) == second([])  # as n-grams find them: an image's is among them
 
 
 def test_an_image_is_encoded_once(model: Model) -> None:
