@@ -92,6 +92,11 @@ AT_VLLM: dict[str, AtVllm] = {
         "a worker ends as soon as vLLM raises", (EngineSection().max_failed_steps,)
     ),
     "engine.adapter_bytes": AtVllm("what an adapter may take when it is registered"),
+    "engine.image_bytes": AtVllm(
+        "it has a cache of its own, `mm_processor_cache_gb`",
+        (EngineSection().image_bytes,),
+        _BY_ARGUMENTS,
+    ),
     "engine.core_dumps": _OURS,
     "engine.threads": AtVllm("`OMP_NUM_THREADS`, divided among its ranks; 0: all cores"),
     "engine.lease_s": _OURS,

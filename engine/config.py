@@ -87,6 +87,8 @@ class EngineSection(Section, frozen=True):
     max_failed_steps: Positive = 3  # health checks in a row; then a worker ends
     # bytes of adapters that a worker holds; the last ones used stay
     adapter_bytes: Count = 1 << 30
+    # bytes of images' embeddings that a worker keeps; those of one sequence may take more
+    image_bytes: Count = 1 << 29
     # folder for the stacks, and the GPU's state, of workers that end because a step hangs; "": none
     core_dumps: Annotated[str, matching("|[/~].*", "an absolute path")] = ""
     # CPU threads per worker; 0: all cores, which the workers of a machine share
@@ -206,6 +208,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
     loads: bool = False  # what requests need, beside the model
+    no_images: str = "its executor reads no images"  # "": it does
     weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs

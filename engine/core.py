@@ -206,6 +206,11 @@ class EngineCore:
         if done.error is None and not is_check:
             self._count_step(step, done)
         self.loaded = done.loaded or self.loaded
+        for index, (encoded, found) in done.images.items():
+            seq = self.scheduler.in_flight[0].seqs[index]
+            seq.images = seq.images[0] + encoded, seq.images[1] + found
+            self.count("images_encoded", encoded)
+            self.count("images_found", found)
         return self.scheduler.finish_step(done)
 
     def _count_step(self, step: Step, done: StepDone) -> None:
@@ -289,6 +294,7 @@ class EngineCore:
             dict(seq.recomputed) if cached is not None else {},
             seq.weights if phases or not seq.phases_reported or len(seq.weights) > 1 else (),
             drafts,
+            seq.images if cached is not None else (0, 0),
         )
 
     def answer_probe(self, probe: Probe) -> Send:

@@ -281,3 +281,5 @@ class TokenDelta:
     # and in each delta once there are several; empty: as before
     weights: tuple[tuple[int, str], ...] = ()
     drafts: tuple[int, int] = (0, 0)  # draft tokens accepted and rejected since the last delta
+    # With num_cached_tokens: images that were encoded for it, and whose embeddings were kept.
+    images: tuple[int, int] = (0, 0)

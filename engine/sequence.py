@@ -79,6 +79,7 @@ class Sequence:
     phases: dict[str, float] = field(default_factory=dict)  # seconds, up to the first token here
     phase_since: float = 0.0  # when the current phase began
     drafts: tuple[int, int] = (0, 0)  # accepted and rejected, of which its router knows nothing yet
+    images: tuple[int, int] = (0, 0)  # encoded for its prompt, and found
     phases_reported: bool = False
     admitted_at: float | None = None
     cached_reported: bool = False

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrelay.engine.images import Images
 from kvrelay.engine.needs import Loaded, Need
 from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
@@ -46,6 +47,7 @@ class ScheduledSeq:
     # samples there is the input here, in place of the one in `tokens`. None: `tokens` are known.
     follows: int | None = None
     need: Need | None = None  # loaded before its first step
+    images: Images | None = None  # whose tokens have other numbers in the prompt
     num_drafts: int = 0  # draft tokens that the executor's own drafter may propose, in their place
     # What the executor keeps of the sequence from step to step, by name; it ends with the sequence.
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -195,6 +197,9 @@ class StepDone:
     # the prompt has not ended.
     prompts: dict[int, PromptOutputs] = field(default_factory=dict)
     draft_s: float = 0.0  # the part of elapsed_s that the drafter took
+    # Index of a sequence -> how many images' embeddings were begun for it, and how many of those
+    # that it had not wanted before were there.
+    images: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def fault(self, index: int) -> tuple[Refusal, str] | None:
         """Why the sequence at `index` was left out."""

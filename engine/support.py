@@ -64,6 +64,8 @@ class Trait(StrEnum):
     FP8_KV = "KV in 8 bits"
     OTHER_KV = "no KV of all tokens"
     UNEVEN_KV = "KV of several shapes"
+    OTHER_VISION = "no vision tower that is known"
+    DRAFTER = "a drafter"
     VLLM = "vLLM"
     NO_LORA = "vLLM without LoRA"
     MODELS = "several models"
@@ -121,6 +123,7 @@ def engine_traits(engine: EngineSection, *, on_gpu: bool) -> frozenset[Trait]:
     return _of(
         (Trait.VLLM if is_vllm else device, True),
         (Trait.RANKS, engine.tensor_parallel_size > 1 and not is_vllm),
+        (Trait.DRAFTER, bool(engine.drafter) and not is_vllm),
         (Trait.NO_LORA, is_vllm and not (has_lora and (on_gpu or LORA_ON_CPUS))),
     )
 
@@ -133,6 +136,7 @@ def model_traits(model: ModelConfig) -> frozenset[Trait]:
         (Trait.LATENT, model.latent is not None),
         (Trait.SPARSE, model.indexer is not None),
         (Trait.LAYERWISE, model.is_layerwise),
+        (Trait.OTHER_VISION, model.vision is None),
     )
 
 
@@ -210,7 +214,10 @@ _NO_LORA = (
     "of workers that run vllm, those on GPUs with engine.arguments.enable_lora compute adapters"
 )
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
-_NO_IMAGES = "images are read by workers with engine.runs = 'vllm'"
+_BY_VLLM = "workers with engine.runs = 'vllm' do"
+_NO_IMAGES = f"images are read by one process on a CPU; {_BY_VLLM} on GPUs too"
+_NO_TOWER = f"images of Qwen3-VL and Qwen3.5 are read, this model's are not; {_BY_VLLM}"
+_DRAFTED = "images are not read beside engine.drafter, which knows tokens alone: n-grams draft"
 _PARTS = "vLLM's backend for grammars takes none of this form"
 _NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget for reasoning here"
 
@@ -244,8 +251,10 @@ RULES: dict[Capability, tuple[No, ...]] = {
     Capability.REASONING_BUDGET: (_no("engine", _NO_EDITS, Trait.VLLM, Trait.GPU),),
     Capability.EMBEDDINGS: (_no("engine", "vLLM's workers compute no embeddings", Trait.VLLM),),
     Capability.IMAGES: (
-        _no("engine", _NO_IMAGES, Trait.CPU),
-        _no("engine", _NO_IMAGES, Trait.GPU),
+        _no("device", _NO_IMAGES, Trait.GPU),
+        _no("ranks", _NO_IMAGES, Trait.RANKS),
+        _no("layers", _NO_TOWER, Trait.OTHER_VISION),
+        _no("engine", _DRAFTED, Trait.DRAFTER),
     ),
     Capability.HAND_OVER: _not_copied(How.REFUSED, "vLLM's workers compute their own prompts"),
     Capability.HOST_TIER: _OF_TIERS,

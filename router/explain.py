@@ -78,6 +78,7 @@ class Explanation:
     num_cached_tokens: int
     cached_by_source: dict[str, int]
     recomputed: dict[str, int]  # as in TokenDelta
+    images: tuple[int, int]  # likewise
     drafts: tuple[int, int]  # accepted and rejected
     waited_s: dict[str, float]  # in the router's queue, by `WaitsFor`
     attempts: list[Attempt]
@@ -124,6 +125,7 @@ class Explanations:
             num_cached_tokens=record.num_cached_tokens or 0,
             cached_by_source=record.cached_by_source,
             recomputed=record.recomputed,
+            images=record.images,
             drafts=record.drafts,
             waited_s=record.waited_s,
             attempts=record.attempts,

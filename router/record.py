@@ -194,6 +194,7 @@ class RequestRecord:
     num_cached_tokens: int | None = None  # in the prompt; None: not known yet
     cached_by_source: dict[str, int] = field(default_factory=dict)  # where it is known
     recomputed: dict[str, int] = field(default_factory=dict)  # as in TokenDelta
+    images: tuple[int, int] = (0, 0)  # likewise
     drafts: tuple[int, int] = (0, 0)  # draft tokens accepted and rejected
     weights: list[tuple[int, str]] = field(default_factory=list)  # as in Output
     _chains: dict[tuple[bytes, int], BlockChain] = field(default_factory=dict)

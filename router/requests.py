@@ -225,7 +225,7 @@ class Requests:
         """Stream what `delta` of `endpoint` has added to the record, after `num_before` tokens."""
         if delta.num_cached_tokens is not None and record.num_cached_tokens is None:
             record.note_cached(delta.num_cached_tokens, delta.cached_by_source)
-            record.recomputed = delta.recomputed
+            record.recomputed, record.images = delta.recomputed, delta.images
             self._count_cached(record, endpoint)
         new = tuple(record.tokens[num_before:])
         attempt.weights = delta.weights or attempt.weights

@@ -42,7 +42,6 @@ from kvrelay.engine.step import (
     StepDone,
     StepProgress,
 )
-from kvrelay.engine.support import Capability, Trait, refusal_of
 from kvrelay.kvtransfer.agent import (
     CopyDone,
     PeerConnected,
@@ -334,8 +333,6 @@ class Worker:
     nor a transfer writes to them; a sequence is REMOTE iff the connector has an arrival for it that
     has begun; one that is computed for another worker has a handoff with the producer."""
 
-    reads_images: ClassVar[bool] = False
-
     def __init__(
         self,
         config: WorkerConfig,
@@ -408,9 +405,8 @@ class Worker:
         }
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
-        if request.images is not None and not self.reads_images:
+        if request.images is not None and (why := self._no_images(request)):
             key = request.request_id, request.attempt
-            why = refusal_of(Capability.IMAGES, (Trait.CPU,))
             return [Send(request.router, self.core.refusal(*key, Refusal.UNSUPPORTED, why))]
         accepted = self.core.accept(now, request, role_needs_growth=role.needs_growth)
         if isinstance(accepted, Refused):
@@ -428,6 +424,10 @@ class Worker:
         begun = role.begin(now, accepted, request)
         left_kv, stored_kv = self.exchange.left_kv, self.exchange.stored_kv
         return [*prepared, *begun, *left_kv.begin(now, accepted), *stored_kv.begin(now, accepted)]
+
+    def _no_images(self, request: WorkRequest) -> str:
+        expands = "the API itself says what tokens images are to this model"
+        return self.config.no_images or (expands if request.sampling.expands else "")
 
     def _on_abort(self, abort: Abort) -> list[Effect]:
         mine = [seq for seq in self.core.seqs.values() if seq.request_id == abort.request_id]

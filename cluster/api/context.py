@@ -31,6 +31,7 @@ from kvrelay.cluster.api.tenants import Tenant, Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.api.tracing import Tracing
 from kvrelay.cluster.config import ApiSection, names_of
+from kvrelay.engine.images import Expanded, Images
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION
 from kvrelay.engine.logs import LogSection
 from kvrelay.router.admission.admission import IncomingCall
@@ -112,6 +113,8 @@ class ApiContext:
     settings: ApiSettings = field(default_factory=ApiSettings)
     name: str = ""  # which the model has in [[models]]
     reads_images: bool = False  # in messages
+    # What a prompt with images is to the model; may raise ImageError. None: a worker is asked.
+    expand: Callable[[Images], Expanded] | None = None
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.
     refuse_early: Callable[[IncomingCall], Failed | None] = lambda call: None
     tenants: Tenants = field(default_factory=Tenants)

@@ -89,10 +89,16 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
         "phases": [asdict(phase) for phase in choice.phases],
         "prediction": _prediction_json(explanation),
         "recomputed_tokens": {} if explanation is None else explanation.recomputed,
+        "images": {} if explanation is None else images_json(*explanation.images),
         "waited_for": {} if explanation is None else explanation.waited_s,
         "draft_tokens": {} if explanation is None else draft_tokens(*explanation.drafts),
         "attempts": [] if explanation is None else [_attempt(a) for a in explanation.attempts],
     }
+
+
+def images_json(encoded: int, found: int) -> dict[str, int]:
+    """Of a prompt that was computed with images: whose embeddings were made, and found."""
+    return {"encoded": encoded, "found": found} if encoded or found else {}
 
 
 def prefix_json(ctx: ApiContext, call: ServedCall) -> dict[str, Any] | None:

@@ -80,6 +80,10 @@ def explanation(answer: dict[str, Any]) -> Group:
     parts += map(Text, _prefix(answer.get("prefix")))
     parts += map(Text, _waited(answer.get("waited_for", {})))
     parts += map(Text, _recomputed(answer.get("recomputed_tokens", {})))
+    if images := answer.get("images"):
+        parts.append(
+            Text(f"images: {images['encoded']} encoded, {images['found']} kept from before")
+        )
     parts.append(phases_table(answer))
     for attempt in answer["attempts"]:
         parts.append(line(_attempt_line(attempt), "bold"))

@@ -22,8 +22,9 @@ from kvrelay.cluster.processes.adapter_bases import adapter_base
 from kvrelay.cluster.processes.router_spec import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.status import StoreStatus
 from kvrelay.engine.host import NodeHost, settle_memory
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.support import Capability, engine_traits, refusal_of
+from kvrelay.engine.support import Capability, engine_traits, model_traits, refusal_of
 from kvrelay.engine.wire.channel import own_version
 from kvrelay.router.models import ForModel, ModelRouters
 
@@ -173,11 +174,18 @@ def _client_name(served: RouterHost, model: str) -> NodeId:
     return served.routers.node_id.replace("router", "api") + (f"/{model}" if model else "")
 
 
-def _reads_images(config: Config, model_dir: Path) -> bool:
+def _images(config: Config, model_dir: Path) -> dict[str, Any]:
+    """The fields of a model's context that say of images."""
     from kvrelay.cluster.api.openai.pictures import has_vision
+    from kvrelay.engine.model.vision.layout import expand
 
-    traits = engine_traits(config.engine, on_gpu=False)
-    return not refusal_of(Capability.IMAGES, traits) and has_vision(model_dir)
+    traits = engine_traits(config.engine, on_gpu=False)  # workers on GPUs refuse them in words
+    if config.engine.runs == "vllm":
+        return {"reads_images": has_vision(model_dir)}
+    model = read_config(model_dir)
+    if model.vision is None or refusal_of(Capability.IMAGES, traits | model_traits(model)):
+        return {"reads_images": False}
+    return {"reads_images": True, "expand": partial(expand, vision=model.vision)}
 
 
 async def _of_model(
@@ -199,9 +207,7 @@ async def _of_model(
         "explanations": router.explanations,
         "refuse_early": lambda call: router.refuse(asyncio.get_running_loop().time(), call),
         "name": model,
-        "reads_images": await asyncio.to_thread(
-            _reads_images, config, served.served_models[model].path
-        ),
+        **await asyncio.to_thread(_images, config, served.served_models[model].path),
         "settings": _settings(config),
         "public_prompts": prompts,
         "adapter_base": adapter_base(

@@ -126,7 +126,7 @@ def _built(
         plan = with_tiers(replace(plan, weights_bytes=0), spec)
     most = min(model.max_model_len, num_blocks * cache.block_size)
     config = worker_config(spec, plan, most, digest)
-    config = structs.replace(config, num_packed_blocks=0)
+    config = structs.replace(config, num_packed_blocks=0, no_images="")
     with contextlib.suppress(ModelError):  # where there are no *.safetensors, weights stay
         base = read_version(path)
         config = structs.replace(config, weights=spec.weights or base, base_weights=base.digest)

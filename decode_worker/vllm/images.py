@@ -12,22 +12,17 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 from kvrelay.decode_worker.vllm.messages import Begin, Expand, ExpandDone, NotBegun
 from kvrelay.engine.host import Deliver, first_line
-from kvrelay.engine.images import Expanded, Image, Images
+from kvrelay.engine.images import Expanded, Images
+from kvrelay.engine.model.vision.pictures import ImageError, read
 from kvrelay.engine.node import Effect
 
 log = logging.getLogger("kvrelay.vllm")
 
-MAX_PIXELS = 64_000_000  # an image takes 256 MB then, as vLLM's processors read it
 CLOSE_S = 5.0
-
-
-class ImageError(Exception):
-    """An image that cannot be read; one line, for clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +117,3 @@ class ImageThread:
             prompt["cache_salt"] = salt
         (found,) = self._renderer.render_cmpl([prompt], skip_mm_cache=skip_mm_cache)
         return found
-
-
-def read(index: int, image: Image) -> Any:
-    """A picture in RGB, as vLLM's processors take it. Raises ImageError."""
-    from PIL import Image as Pictures  # vLLM needs it too
-    from PIL import UnidentifiedImageError
-
-    try:
-        picture = Pictures.open(BytesIO(image.data))
-        width, height = picture.size
-        if width * height > MAX_PIXELS:
-            raise ImageError(
-                f"image {index} has {width} x {height} pixels, more than {MAX_PIXELS:,}: make it"
-                " smaller"
-            )
-        if picture.mode == "RGB":
-            picture.load()
-            return picture
-        with_alpha = picture.convert("RGBA")
-    except (UnidentifiedImageError, OSError, ValueError, Pictures.DecompressionBombError) as error:
-        log.info("image %d cannot be read: %r", index, error)
-        what = f"image {index}, of {len(image.data)} bytes, cannot be read"
-        raise ImageError(f"{what}; PNG, JPEG, WebP and GIF can") from error
-    white = Pictures.new("RGBA", with_alpha.size, (255, 255, 255, 255))
-    return Pictures.alpha_composite(white, with_alpha).convert("RGB")

@@ -81,8 +81,6 @@ class VllmWorker(Worker):
     """Node. Invariant: `_runs` has those that vLLM has, and no others, as soon as the effects so
     far are performed; each counts as a step in flight of its sequence."""
 
-    reads_images = True
-
     def __init__(
         self,
         config: WorkerConfig,

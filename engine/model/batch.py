@@ -18,7 +18,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from kvrelay.engine.kv.block_table import NO_BLOCK, BlockTable
 from kvrelay.engine.model.states import NO_STATE, StateSpans
 from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, TermRows, term_rows
 from kvrelay.engine.step import ScheduledSeq, Step
+
+if TYPE_CHECKING:
+    from kvrelay.engine.model.vision.rows import ImageRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Batch:
     more_tables: torch.Tensor | None = None
     states: tuple[StateSpans, ...] = ()  # for each group of recurrent layers
     terms: tuple[TermRows, ...] = ()  # the last rows, in order; the first have none
+    images: ImageRows | None = None  # None: rows turn by their positions, and are tokens
 
     def slots_of(self, group: int) -> torch.Tensor:
         if group == 0:

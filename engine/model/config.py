@@ -18,6 +18,7 @@ from kvrelay.engine.kv.spec import DTYPE_BYTES, STATE_WINDOW, KVHeads, KVSpec
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.kv_layout import Layers, kv_groups, mixed_spec
 from kvrelay.engine.model.state_layout import Recurrent, StateLayout
+from kvrelay.engine.model.vision.config import Vision
 
 INT8_GROUP, INT4_GROUP = 64, 32  # inputs that share a scale
 PACKED_BYTES = {"mxfp4": 17 / 32, "fp8": 1.001}  # a number takes, with its part of a scale
@@ -233,6 +234,7 @@ class ModelConfig:
     single_blocks: bool = False
     weight_scales: tuple[tuple[str, float], ...] = ()  # matrices are multiplied as they are loaded
     num_mtp_layers: int = 0  # behind the last one, in the checkpoint: they draft tokens
+    vision: Vision | None = None  # None: text alone is read
 
     def kind(self, layer: int) -> str:
         """Returns ATTENTION, the kind of a recurrent layer, or MLP or EXPERTS."""

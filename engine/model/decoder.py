@@ -59,6 +59,8 @@ class Decoder:
             # Rounded as the residual stream is: models in bfloat16 were trained with that.
             hidden *= torch.tensor(self._config.embed_scale, dtype=hidden.dtype).item()
         self._inputs = self._inputs_of(hidden, batch)
+        if batch.images is not None:
+            batch.images.put(hidden)
         return self.passed(hidden, batch)
 
     def passed(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -71,7 +73,9 @@ class Decoder:
         if self._captures:
             hidden = self._pass_all(hidden, batch)
             return ops.rms_norm(hidden.index_select(0, batch.sample_rows), weights.norm)
-        sampled = ops.run_layers(hidden, weights.layers, batch)
+        sampled = None
+        if batch.images is None or not batch.images.has_embeddings:
+            sampled = ops.run_layers(hidden, weights.layers, batch)
         if sampled is None:
             sampled = self._run_layers(hidden, batch)
         return ops.rms_norm(sampled, weights.norm)
@@ -103,6 +107,8 @@ class Decoder:
             if layer.mlp is not None or layer.experts is not None:
                 self._feed_forward(hidden, layer)
             self._end(hidden, layer, index)
+            if batch.images is not None:
+                batch.images.add_behind(index, hidden)
             self.num_passed += 1
             if index in self._captures:
                 self.captured.append(hidden.clone())

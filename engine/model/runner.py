@@ -55,6 +55,8 @@ from kvrelay.engine.model.sampling.sampler import (
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.terms import RowTerms, by_need
 from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.model.vision.pictures import why_no_pillow
+from kvrelay.engine.model.vision.steps import Prepared, StepImages, has_images
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
@@ -65,6 +67,7 @@ from kvrelay.engine.support import (
     engine_traits,
     kv_traits,
     model_traits,
+    refusal_of,
 )
 
 if TYPE_CHECKING:
@@ -102,6 +105,7 @@ class ModelRunner:
         read: the weights, in place of those in `model_dir`.
         Raises ModelError."""
         self.notices: list[str] = []
+        self.no_images = ""  # why it reads none; "": it does
         self.device = find_device(model.device) if member is None else member.group.device
         self.dtype = self.default_dtype(self.device.type) if model.dtype == "auto" else model.dtype
         check_one_of("quantization", model.quantization, QUANTIZATIONS[self.device.type])
@@ -233,6 +237,14 @@ class ModelRunner:
             self._slots = Slots(self._drafter, region, self.kv_spec.block_size)
             self._decoder.capture(self._drafter.captured)
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
+        self._images, tower = None, weights.tower
+        self.no_images = refusal_of(Capability.IMAGES, self.traits) or why_no_pillow()
+        if self.config.vision is not None and not self.no_images:
+            if tower is None:
+                self.no_images = f"{self.model_dir} has no tensors of a vision tower"
+            else:
+                given = self.config.vision, tower, self._engine.image_bytes
+                self._images = StepImages(*given, self.device)
         most, member = self._engine.adapter_bytes, self._member
         load = AdapterLoader(self.model_dir, self.config, ops, weights, most, self.device)
         total, shard = (list, ALONE) if member is None else (member.total, member.group.shard)
@@ -245,14 +257,16 @@ class ModelRunner:
     def replace_weights(self, weights: Weights, block_ids: Sequence[int]) -> None:
         """Compute with others, while no step runs, once they have sampled a token that is one;
         `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
-        before = self._decoder, self._decode, self.loads, self._drafter, self._slots
+        drafting = self._drafter, self._slots
+        before = self._decoder, self._decode, self.loads, self._images, self.no_images
         share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
         try:
             self._install(weights)
             if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
                 raise ModelError(f"the new weights do not answer: {fault[1]}")
         except Exception:
-            self._decoder, self._decode, self.loads, self._drafter, self._slots = before
+            self._drafter, self._slots = drafting
+            self._decoder, self._decode, self.loads, self._images, self.no_images = before
             raise
 
     def _identity(self, path: Path) -> WeightsIdentity | None:
@@ -331,6 +345,8 @@ class ModelRunner:
         outside the vocabulary in `invalid`, one that its grammar stops in `ungrammatical`, one
         without what it needs in `waiting` or `unloaded`, one that draws no token in `unsampled`."""
         began = perf_counter()
+        images = Prepared(step) if self._images is None else self._images.prepare(step)
+        step = images.step
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
         ungrammatical, waiting = dict[int, str](), set[int]()
@@ -340,8 +356,8 @@ class ModelRunner:
             ungrammatical = self.grammars.follow(step.seqs, waiting)
         unchecked = failed | invalid
         away, unloaded = self.loads.choose(step.seqs)
-        waiting |= away
-        left_out = {*unchecked, *ungrammatical, *waiting, *unloaded}
+        waiting |= away | images.waiting
+        left_out = {*unchecked, *ungrammatical, *waiting, *unloaded, *images.failed}
         if len(left_out) > len(unchecked) and self._member is not None:  # other ranks know none
             seqs = [*step.seqs]
             for index in (*ungrammatical, *waiting):
@@ -374,12 +390,8 @@ class ModelRunner:
             for each, count in zip(sampled, num_drafts, strict=True)
         ]
         results = dict(zip(kept, sampled, strict=True))
-        unsampled = {
-            index: each.error or not_sampled().error
-            for index, each in results.items()
-            if each is not None and each.token == NO_TOKEN
-        }
-        for index in (*unsampled, *ungrammatical, *waiting, *unloaded):
+        unsampled = _unsampled(results)
+        for index in (*unsampled, *ungrammatical, *waiting, *unloaded, *images.failed):
             results[index] = None
         return StepDone(
             step.step_id,
@@ -390,7 +402,8 @@ class ModelRunner:
             unsampled=unsampled,
             ungrammatical=ungrammatical,
             prompts={kept[index]: each for index, each in outputs.items()},
-            invalid=invalid,
+            invalid=invalid | images.failed,
+            images=images.counts,
             waiting=frozenset(waiting),
             unloaded=unloaded,
             loaded=self.loads.held(asked),
@@ -411,7 +424,10 @@ class ModelRunner:
         loaded: Mapping[bytes, RowTerms],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Runs the step anywhere but on a GPU."""
-        if self._decode is not None:
+        images = self._images
+        if images is not None and not has_images(step.seqs):
+            images = None
+        if self._decode is not None and images is None:
             step = replace(step, seqs=undrafted(step.seqs))
             drawn = self._decode.execute(step, tables, masks_of, loaded)
             if drawn is not None:
@@ -420,6 +436,8 @@ class ModelRunner:
                     self._keep_drafter(step, tables, drawn, outputs if len(outputs) else None)
                 return [*drawn], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
+        if images is not None:
+            batch = images.batch(batch, step.seqs)
 
         def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None
@@ -589,6 +607,15 @@ class ModelRunner:
         )
         self.notices += steps.notices
         return steps
+
+
+def _unsampled(results: Mapping[int, Sampled | None]) -> dict[int, str]:
+    """Why no token could be drawn, for those that have none."""
+    return {
+        index: each.error or not_sampled().error
+        for index, each in results.items()
+        if each is not None and each.token == NO_TOKEN
+    }
 
 
 def _most_positions(config: ModelConfig, asked: int) -> int:

@@ -201,6 +201,9 @@ class TorchOps(TensorOps):
         if tables is None:
             return None
         assert self._batch is not None
+        if self._batch.images is not None:
+            cos, sin = self._batch.images.angles(tables)
+            return cos.unsqueeze(1), sin.unsqueeze(1)
         positions = self._batch.positions
         if latest is not None:
             positions = positions.clamp(max=latest)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kvrelay.engine.model.vision.tower import Tower
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
@@ -142,6 +144,7 @@ class Weights:
     norm: torch.Tensor
     head: Any
     inputs: TokenInputs | None = None
+    tower: Tower | None = None  # what reads images; None: nothing does
 
 
 def deinterleaved(weight: torch.Tensor, num_heads: int, dim: int) -> torch.Tensor:

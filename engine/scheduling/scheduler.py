@@ -617,5 +617,6 @@ class Scheduler:
             pooled=seq.pooled,
             follows=follows,
             need=seq.need,
+            images=seq.spec.images,
             kept=seq.kept,
         )

@@ -38,6 +38,10 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
         "FP8 KV": frozenset({T.CPU, T.FP8_KV}),
         "uneven KV": frozenset({T.CPU, T.UNEVEN_KV}),
     },
+    "What images meet": {
+        "other tower": frozenset({T.CPU, T.OTHER_VISION}),
+        "drafter": frozenset({T.CPU, T.DRAFTER}),
+    },
     "With workers that run vLLM": {
         "vLLM": frozenset({T.VLLM}),
         "its ranks": frozenset({T.VLLM}),
@@ -77,6 +81,8 @@ _MTP = "engine/model/test_mtp.py::test_tokens_are_those_without_it"
 _EDITED = "engine/model/gpu/test_triton_steps.py::"
 _EDITED += "test_rows_whose_logits_are_edited_or_told_are_sampled_as_by_the_host"
 _OUTPUTS = "engine/model/gpu/test_triton_steps.py::test_what_a_prompt_gives_is_that_of_torch"
+_IMAGES = "engine/model/vision/test_images.py"
+_IMAGES += "::test_texts_beside_them_are_as_without_and_decodes_go_on"
 _TWO_MACHINES = (
     "e2e/parallel/test_two_machines.py::test_ranks_on_two_hosts_say_what_one_process_says"
 )
@@ -136,6 +142,7 @@ TESTED: dict[Capability, dict[str, str]] = {
         "GPU": _OUTPUTS,
     },
     C.IMAGES: {
+        **dict.fromkeys(("one process", "torch", "states"), _IMAGES),
         "vLLM": "worker/test_vllm_images.py"
         "::test_two_images_never_share_a_block_and_one_image_hits",
     },

@@ -29,6 +29,7 @@ from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.images import Image, Images
 from kvrelay.engine.messages import Refused
 from kvrelay.engine.model.checkpoint.adapter import AdapterLoader
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.versions import Versions
@@ -45,7 +46,10 @@ from kvrelay.engine.support import (
     No,
     Trait,
     drafts_of,
+    engine_traits,
+    model_traits,
     notices_of,
+    refusal_of,
 )
 from kvrelay.engine.weights import LoadWeights, UpdateMode, UpdateWeights, WeightVersion
 from kvrelay.kvtransfer.agent import AgentError
@@ -193,10 +197,16 @@ def of_requests(capability: Capability, no: No) -> str:
     return unsupported(asked[capability], edits=T.GPU not in no.where)
 
 
-def of_images() -> str:
+def of_images(no: No, make: Make) -> str:
+    asked = {"drafter": "d" if T.DRAFTER in no.where else ""}
+    engine = EngineSection(tensor_parallel_size=1 + (T.RANKS in no.where), **asked)
+    traits = engine_traits(engine, on_gpu=T.GPU in no.where)
+    if T.OTHER_VISION in no.where:
+        traits |= model_traits(read_config(make("llama")))
+    config = worker_config(num_blocks=8, no_images=refusal_of(C.IMAGES, traits))
     given = Images((1,), (Image.of(b"one"),))
     work = Decode("r", SamplingParams(), 1, "router", (1, 2), 2, 30.0, images=given)
-    effects = Worker(worker_config(num_blocks=8), ROLES).receive(0.0, work)
+    effects = Worker(config, ROLES).receive(0.0, work)
     sent = [each.message for each in effects if isinstance(each, Send)]
     [refused] = [each for each in sent if isinstance(each, Refused)]
     return refused.detail
@@ -287,7 +297,7 @@ def said(
         case C.NGRAM_DRAFTS:
             return of_ngrams(no, make, monkeypatch)
         case C.IMAGES:
-            return of_images()
+            return of_images(no, make)
         case C.GRAMMARS | C.REASONING_BUDGET | C.EMBEDDINGS:
             return of_requests(capability, no)
         case C.HAND_OVER:

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvrelay.engine.config import EngineSection
+from kvrelay.engine.images import Images
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step
@@ -36,13 +37,17 @@ def answer_of(
     blocks: list[int],
     count: int,
     sampling: SamplingParams = GREEDY,
+    images: Images | None = None,
 ) -> list[int]:
     """`count` tokens, with a table from which no block is taken."""
-    tokens, start = list(prompt), 0
+    tokens, start, kept = list(prompt), 0, dict[str, Any]()
     while len(tokens) < len(prompt) + count:
         fed = tokens[start:]
         share = ScheduledSeq("r", fed, start, blocks, True, sampling, tokens, len(prompt))
-        (sampled,) = runner.execute(Step(0, [share])).sampled
+        share.images, share.kept = images, kept
+        while (done := runner.execute(Step(0, [share]))).waiting:
+            pass
+        (sampled,) = done.sampled
         assert sampled is not None
         start, tokens = len(tokens), [*tokens, sampled.token]
     return tokens[len(prompt) :]

@@ -1,8 +1,8 @@
-"""Models with windows, states or sparse attention answer with the same tokens whichever way they
-are served: tiny and random, greedy and drawn, from one pool and two, after preemption, the death of
-a worker, migration and a change of roles, from host memory, from disk and after a restart.
+"""Models with windows, states, sparse attention or images answer with the same tokens whichever way
+they are served: tiny and random, greedy and drawn, from one pool and two, after preemption, the
+death of a worker, migration and a change of roles, from host memory, from disk and after a restart.
 
-`pytest -m long tests/local/test_same_tokens.py` asks each of nine families 20 prompts.
+`pytest -m long tests/local/test_same_tokens.py` asks each of eleven families 20 prompts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.config import EngineSection
+from kvrelay.engine.images import Images
 from kvrelay.engine.kv.spec import KVSpec
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.model.checkpoint.families import read_config
+from kvrelay.engine.model.vision.layout import expand
 from kvrelay.engine.request import SamplingParams
 from kvrelay.router.config import RouterConfig
 from tests.engine.model.runners import model_runner
@@ -32,13 +34,16 @@ from tests.local.test_local_tiers import MIB, assert_clean, load_all, settle
 from tests.local.test_migration import appoint, chase
 from tests.local.test_migration import at_once as at_once
 from tests.local.test_migration import unhurried as unhurried
+from tests.support import tiny_qwen_vl
 from tests.support.local import Completion, LocalCluster
+from tests.support.tiny_qwen_vl import picture, prompt_of
 
 FEW, MANY = 3, 20
 FAMILIES = (
     *("deepseek32", "falcon-h1", "gemma3", "glm5-shared", "gpt-oss", "kimi-linear", "lfm2"),
     *("qwen3-next", "qwen3.5-moe"),
 )
+SEEING = ("qwen3-vl-images", "qwen3.5-images")
 HEATS, COUNT, LONGEST = (0.0, 0.8), 40, 170
 CHUNK, DEADLINE_S = 64, 240.0
 
@@ -50,10 +55,11 @@ class Asked:
     model: Path
     prompts: list[list[int]]
     samplings: list[SamplingParams]
+    images: list[Images | None]
     expected: list[list[int]]
 
-    def requests(self) -> Iterator[tuple[list[int], SamplingParams, list[int]]]:
-        return zip(self.prompts, self.samplings, self.expected, strict=True)
+    def requests(self) -> Iterator[tuple[list[int], SamplingParams, Images | None, list[int]]]:
+        return zip(self.prompts, self.samplings, self.images, self.expected, strict=True)
 
     @property
     def spec(self) -> KVSpec:
@@ -84,7 +90,8 @@ class Asked:
             assert_clean(cluster)
 
     def submit(self, cluster: LocalCluster) -> list[Future[Completion]]:
-        return [cluster.submit(prompt, sampling) for prompt, sampling, _ in self.requests()]
+        each = self.requests()
+        return [cluster.submit(prompt, s, images=images) for prompt, s, images, _ in each]
 
     def check(self, futures: list[Future[Completion]]) -> list[Completion]:
         answers = [future.result(DEADLINE_S) for future in futures]
@@ -94,8 +101,8 @@ class Asked:
 
     def fill(self, cluster: LocalCluster) -> None:
         """One after the other; nothing is evicted before it is in the lower tiers."""
-        for prompt, sampling, expected in self.requests():
-            assert cluster.generate([prompt], sampling)[0].tokens == expected
+        for prompt, sampling, images, expected in self.requests():
+            assert cluster.generate([prompt], sampling, images=images)[0].tokens == expected
             settle(cluster)
 
     def ask_again(self, cluster: LocalCluster, source: str, *cuts: int) -> None:
@@ -103,37 +110,66 @@ class Asked:
         load_all(cluster)
         pool = cluster.workers["decode-0"].node.core.kv.pool  # type: ignore[attr-defined]
         size = cluster.workers["decode-0"].info.block_size
-        for (prompt, sampling, expected), cut in zip(self.requests(), cycle(cuts), strict=False):
+        for request, cut in zip(self.requests(), cycle(cuts), strict=False):
+            prompt, sampling, images, expected = request
             cluster.run(lambda: pool.evict(pool.block_hashes()))
             rest = replace(sampling, max_tokens=len(expected) - cut)
-            (answer,) = cluster.generate([[*prompt, *expected[:cut]]], rest)
+            (answer,) = cluster.generate([[*prompt, *expected[:cut]]], rest, images=images)
             assert answer.tokens == expected[cut:]
             assert answer.cached_by_source.get(source, 0) >= (len(prompt) - 1) // size * size
 
 
 def asked_of(
-    model: Path, prompts: list[list[int]], samplings: list[SamplingParams], count: int
+    model: Path,
+    prompts: list[list[int]],
+    samplings: list[SamplingParams],
+    count: int,
+    images: list[Images | None] | None = None,
 ) -> Asked:
     samplings = [replace(each, max_tokens=count) for each in samplings]
-    asked = Asked(model, prompts, samplings, [])
+    images = images or [None] * len(prompts)
+    asked = Asked(model, prompts, samplings, images, [])
     blocks = list(range(-(-(LONGEST + count) // asked.spec.block_size) * asked.spec.num_groups))
     runner = model_runner(model, dtype="float32", device="cpu", num_blocks=len(blocks))
-    for prompt, sampling in zip(prompts, samplings, strict=True):
-        asked.expected.append(answer_of(runner, prompt, blocks, count, sampling))
+    for prompt, sampling, own in zip(prompts, samplings, images, strict=True):
+        asked.expected.append(answer_of(runner, prompt, blocks, count, sampling, own))
     assert len(set(map(tuple, asked.expected))) == len(asked.expected)
     return asked
+
+
+def seeing(folder: Path, seeds: range, *, hybrid: bool) -> Asked:
+    """Prompts with two images each, of sizes that differ."""
+    tiny_qwen_vl.make(folder, hybrid=hybrid)
+    vision = read_config(folder).vision
+    assert vision is not None
+    given = [
+        prompt_of(vision, 84 + seed % 7, picture(seed), 40, picture(seed, 70 + seed, 200), 12)
+        for seed in seeds
+        for _ in HEATS
+    ]
+    prompts = [[*expand(images, vision).named(images.each)] for images in given]
+    assert max(map(len, prompts)) <= LONGEST
+    samplings = [SamplingParams(temperature=heat, seed=seed) for seed in seeds for heat in HEATS]
+    return asked_of(folder, prompts, samplings, COUNT, [*given])
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        *((family, FEW) for family in ("deepseek32", "gemma3", "qwen3-next")),
-        *(pytest.param((family, MANY), marks=pytest.mark.long) for family in FAMILIES),
+        *((family, FEW) for family in ("deepseek32", "gemma3", "qwen3-next", *SEEING)),
+        *(pytest.param((family, MANY), marks=pytest.mark.long) for family in (*FAMILIES, *SEEING)),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
-def asked(request: pytest.FixtureRequest, checkpoint_of: Callable[..., Path]) -> Asked:
+def asked(
+    request: pytest.FixtureRequest,
+    checkpoint_of: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Asked:
     family, num_seeds = request.param
+    if family in SEEING:
+        folder = tmp_path_factory.mktemp(family)
+        return seeing(folder, range(num_seeds), hybrid=family == "qwen3.5-images")
     untied = {"tie_word_embeddings": False} if family == "gemma3" else {}  # else it repeats itself
     model, seeds = checkpoint_of(family, **untied), range(num_seeds)
     prompts = [tokens_of(LONGEST - 7 * seed % 40, seed) for seed in seeds for _ in HEATS]
@@ -164,7 +200,7 @@ def test_two_pools(asked: Asked) -> None:
 def test_preempted(asked: Asked) -> None:
     """Each grows by two rows, of which one is reserved."""
     count = 2 * asked.spec.block_size + 8
-    longer = asked_of(asked.model, asked.prompts, asked.samplings, count)
+    longer = asked_of(asked.model, asked.prompts, asked.samplings, count, asked.images)
     most = asked.most_blocks(count)
     for num_blocks in (2 * most, 3 * most // 2, most + 1):
         with longer.cluster(num_blocks=num_blocks) as cluster:

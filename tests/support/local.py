@@ -205,10 +205,15 @@ class LocalCluster:
         return future
 
     def generate(
-        self, prompts: Iterable[Sequence[int]], sampling: SamplingParams, timeout_s: float = 120.0
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling: SamplingParams,
+        timeout_s: float = 120.0,
+        **fields: Any,
     ) -> list[Completion]:
-        """All prompts at once; their answers in order."""
-        futures = [self.submit(prompt, sampling, timeout_s=timeout_s) for prompt in prompts]
+        """All prompts at once; their answers in order. fields: as of `submit`, for all of them."""
+        fields["timeout_s"] = timeout_s
+        futures = [self.submit(prompt, sampling, **fields) for prompt in prompts]
         answers = [future.result(timeout_s + 10) for future in futures]
         self.check()
         return answers

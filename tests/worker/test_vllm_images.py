@@ -15,9 +15,9 @@ import pytest
 
 from kvrelay.cluster.roles import ROLES
 from kvrelay.decode_worker.vllm.build import build
-from kvrelay.decode_worker.vllm.images import MAX_PIXELS
 from kvrelay.engine.images import FIRST_STAND_IN, Expanded, Image, Images
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
+from kvrelay.engine.model.vision.pictures import MAX_PIXELS
 from kvrelay.engine.request import Refusal
 from tests.local.test_local import model_dir as model_dir
 from tests.support import vllm_stand_in
@@ -170,9 +170,9 @@ def test_a_prompt_without_a_place_for_its_image_is_refused(cluster: LocalCluster
     assert "the model does not take these images: Expected 1 more placeholders" in failed.detail
 
 
-def test_our_own_workers_refuse_images(model_dir: Path) -> None:
+def test_our_own_workers_refuse_images_of_other_models(model_dir: Path) -> None:
     with LocalCluster(model_dir) as own:
         failed = expand(own, png(1)).failed
         assert failed is not None
         assert failed.reason is Refusal.UNSUPPORTED
-        assert failed.detail == "images are read by workers with engine.runs = 'vllm'"
+        assert failed.detail.startswith("images of Qwen3-VL and Qwen3.5 are read, this model's")

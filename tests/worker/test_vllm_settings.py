@@ -38,6 +38,7 @@ REFUSED_SETTINGS: dict[str, Any] = {
     "engine.num_speculative_tokens": 3,
     "engine.drafter": "mtp",
     "engine.max_failed_steps": 1,
+    "engine.image_bytes": 1,
 }
 READ_BY_THE_WORKER = {
     *(

@@ -2,7 +2,7 @@
 
 A message keeps its images beside its text, in which a mark stands where each was. Only when the
 model is known is it decided whether they are read, refused, or replaced by words that say so. What
-they are to the model is asked of one of its workers.
+they are to the model follows from their sizes, or is asked of one of its workers (of vLLM).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import httpx
 
 from kvrelay.cluster.api.errors import invalid, refused
 from kvrelay.cluster.api.text.tokenizer import ChatPrompt
-from kvrelay.engine.images import Image, Images
+from kvrelay.engine.images import Expanded, Image, Images
+from kvrelay.engine.model.vision.pictures import ImageError
 from kvrelay.router.messages import Failed, Submit
 
 if TYPE_CHECKING:
@@ -221,15 +222,28 @@ async def with_images(
     pictures: Sequence[Picture],
     asking: Callable[[Images], Submit],
 ) -> ChatPrompt:
-    """The prompt as the model reads it. asking: for the tokens of images. Raises `ApiError`."""
+    """The prompt as the model reads it. asking: a worker for the tokens of images, where they are
+    not known here. Raises `ApiError`."""
     images = Images(tuple(prompt.tokens), await read_pictures(ctx, pictures))
-    stream = ctx.client.submit(asking(images))
+    if ctx.expand is None:
+        expanded = await _asked(ctx, asking(images))
+    else:
+        size = sum(len(image.data) for image in images.each)
+        try:
+            expanded = await ctx.in_thread(size, ctx.expand, images)
+        except ImageError as error:
+            raise invalid(f"'messages': {error}", param="messages") from None
+    return ChatPrompt([*expanded.named(images.each)], prompt.end, images, expanded.tokens)
+
+
+async def _asked(ctx: ApiContext, submit: Submit) -> Expanded:
+    """What a worker says that the images of `submit` are. Raises `ApiError`."""
+    stream = ctx.client.submit(submit)
     try:
         async for message in stream:
             if isinstance(message, Failed):
                 raise refused(message)
     finally:
         ctx.client.cancel(stream.request_id)
-    expanded = stream.prompt.expanded
-    assert expanded is not None, stream.request_id
-    return ChatPrompt([*expanded.named(images.each)], prompt.end, images, expanded.tokens)
+    assert stream.prompt.expanded is not None, stream.request_id
+    return stream.prompt.expanded

@@ -39,6 +39,7 @@ from kvrelay.engine.model.checkpoint.rope import (
     text_positions,
     yarn_mscale,
 )
+from kvrelay.engine.model.checkpoint.vision import read_vision
 from kvrelay.engine.model.checkpoint.windows import every_layer, optional_window, windows_of
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
@@ -73,7 +74,7 @@ def read_config(path: Path) -> ModelConfig:
         packed = "" if quantized is None else quantized.packed_experts
         if config.experts is not None and packed:
             config = replace(config, experts=replace(config.experts, packed=packed))
-        return config
+        return replace(config, vision=read_vision(path, raw))
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'} does not state {error}") from error
     except (TypeError, ValueError, AttributeError) as error:

@@ -27,6 +27,7 @@ from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked
+from kvrelay.engine.model.vision.tower import TOWERS, Tower
 from kvrelay.engine.model.weights import (
     AttentionWeights,
     ExpertsWeights,
@@ -141,7 +142,17 @@ def load_weights(
         norm=_norm(norm, config, ops),
         inputs=gemma4_weights.token_inputs(checkpoint.get, root, config, ops),
         head=ops.matrix(head, None, "logits"),
+        tower=_tower(checkpoint, config),
     )
+
+
+def _tower(checkpoint: Checkpoint, config: ModelConfig) -> Tower | None:
+    """What reads images, if the files have it."""
+    first = "patch_embed.proj.weight"
+    root = next((root for root in TOWERS if checkpoint.has(root + first)), None)
+    if config.vision is None or root is None:
+        return None
+    return Tower(config.vision, lambda name, *shape: checkpoint.get(root + name, *shape))
 
 
 def _norm(weight: torch.Tensor, config: ModelConfig, ops: Ops) -> torch.Tensor:

@@ -18,6 +18,7 @@ from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable, structure
 from kvrelay.engine.model.ops import kv_planes, rope_tables
+from kvrelay.engine.model.vision.rows import ImageRows
 
 _Attention, _Rope = structure("Attention"), structure("Rope")
 _Selection = structure("Selection")
@@ -79,6 +80,7 @@ class CpuAttention:
             if key not in self._attentions:
                 self._describe(key, layer, planes[layer])
         self._plans: dict[object, tuple[torch.Tensor, ...]] = {}
+        self._angles: list[tuple[torch.Tensor, ...]] = []  # where rows have their own
         self._alive: Batch | None = None
 
     def _describe(self, key: Key, layer: int, planes: list[torch.Tensor]) -> None:
@@ -168,7 +170,23 @@ class CpuAttention:
         if self._selection is not None:
             self._selection.num_seqs = len(batch.spans)
             self._select_for(len(batch.tokens))
+        if batch.images is not None or self._angles:
+            self._turn_by(batch.images)
         self._alive = batch
+
+    def _turn_by(self, images: ImageRows | None) -> None:
+        """Rows have angles of their own, or those of their positions."""
+        self._angles = []
+        for key, rope in self._ropes.items():
+            if key.rope < 0:
+                continue
+            cos, sin = self._tables[key.rope]
+            if images is not None:
+                cos, sin = images.angles((cos, sin))
+                numbers = torch.arange(len(cos))
+                self._angles.append((cos, sin, numbers))
+                rope.positions = numbers.data_ptr()
+            rope.cos, rope.sin = cos.data_ptr(), sin.data_ptr()
 
     def _plan(self, batch: Batch, each: Any, kind: object) -> dict[str, int]:
         """The fields of a description like `each` that say who does what."""

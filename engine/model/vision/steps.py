@@ -1,0 +1,155 @@
+"""What a runner does with sequences that have images, before a step and for its batch.
+
+A sequence has numbers in place of an image's tokens (`engine.images`); a step gets the model's own
+token there, whose embedding is replaced. Where images are, and their size, is read once for each
+sequence, and kept with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from kvrelay.engine.images import FIRST_STAND_IN, Image
+from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.model.vision.config import Vision
+from kvrelay.engine.model.vision.embeddings import Embeddings, Wanted
+from kvrelay.engine.model.vision.layout import Layout, layout_of
+from kvrelay.engine.model.vision.pictures import ImageError, patches_of
+from kvrelay.engine.model.vision.rows import ImageRows
+from kvrelay.engine.model.vision.tower import Tower
+from kvrelay.engine.step import ScheduledSeq, Step
+
+KEY = "images"
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is kept with a sequence, from step to step."""
+
+    layout: Layout
+    context: list[int] = field(default_factory=list)  # the model's tokens
+    seen: set[bytes] = field(default_factory=set)  # digests that some step wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step without what no vocabulary has. By index of its sequences: those that are to come
+    again, as images are still encoded, and why others cannot go on."""
+
+    step: Step
+    waiting: set[int] = field(default_factory=set)
+    failed: dict[int, str] = field(default_factory=dict)
+    counts: dict[int, tuple[int, int]] = field(default_factory=dict)  # as in StepDone
+
+
+class StepImages:
+    """Owned by a runner, and called from the thread that runs its steps."""
+
+    def __init__(self, vision: Vision, tower: Tower, max_bytes: int, device: torch.device) -> None:
+        """max_bytes: of embeddings that are kept."""
+        self._vision, self._device = vision, device
+        self._nothing = torch.empty(1, 0, vision.out_size)
+
+        def encode(index: int, image: Image) -> torch.Tensor:
+            return tower.encode(*patches_of(index, image, vision))
+
+        self.embeddings = Embeddings(encode, max_bytes)
+
+    def prepare(self, step: Step) -> Prepared:
+        if not has_images(step.seqs):
+            return Prepared(step)
+        seqs, failed = [*step.seqs], dict[int, str]()
+        wanted, found = dict[int, list[Wanted]](), Counter[int]()
+        for index, seq in enumerate(step.seqs):
+            if seq.images is None:
+                continue
+            try:
+                known = self._known(seq)
+            except ImageError as error:
+                failed[index] = f"request {seq.request_id}: {error}"
+                seqs[index] = replace(seq, tokens=[0] * len(seq.tokens), draft_tokens=[])
+                continue
+            overlapping = known.layout.overlapping(seq.start, seq.start + len(seq.tokens))
+            each = [self._wanted(seq, known, number) for number in overlapping]
+            if each:
+                wanted[index] = each
+            new = {each.image.digest for each in wanted.get(index, ())} - known.seen
+            found[index] = sum(digest in self.embeddings for digest in new)
+            known.seen |= new
+            seqs[index] = self._shown(seq, known)
+        waiting = set[int]()
+        if wanted:
+            waiting, why = self.embeddings.choose(wanted, is_all=len(wanted) == len(seqs))
+            failed |= {at: f"request {seqs[at].request_id}: {text}" for at, text in why.items()}
+        begun = self.embeddings.begun if wanted else found
+        counts = {at: (begun[at], found[at]) for at in wanted if begun[at] or found[at]}
+        return Prepared(replace(step, seqs=seqs, repeats=1), waiting, failed, counts)
+
+    def batch(self, batch: Batch, seqs: Sequence[ScheduledSeq]) -> Batch:
+        """`batch`, which is of `seqs`, with what their images make of its rows."""
+        turns, rows, added, first = [], [], [], 0
+        for seq in seqs:
+            start, end = seq.start, seq.start + len(seq.tokens)
+            if seq.images is None:
+                turns.append(np.tile(np.arange(start, end), (3, 1)))
+            else:
+                layout = self._known(seq).layout
+                turns.append(layout.turns(start, end))
+                for number in layout.overlapping(start, end):
+                    place = layout.places[number]
+                    a, b = max(start, place.first), min(end, place.end)
+                    rows.append(torch.arange(a, b) - start + first)
+                    own = self.embeddings.get(seq.images.each[number].digest)
+                    added.append(own[:, a - place.first : b - place.first])
+            first += end - start
+        given = ImageRows(
+            torch.from_numpy(np.concatenate(turns, axis=1)).to(self._device),
+            self._vision.section,
+            torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(self._device),
+            (torch.cat(added, dim=1) if added else self._nothing).to(self._device),
+        )
+        return replace(batch, images=given)
+
+    def _known(self, seq: ScheduledSeq) -> _Known:
+        """Raises ImageError if the prompt's numbers are not those of its images."""
+        known: _Known | None = seq.kept.get(KEY)
+        if known is not None:
+            return known
+        assert seq.images is not None
+        known = seq.kept[KEY] = _Known(layout_of(seq.images, self._vision))
+        prompt = seq.context[: seq.num_prompt_tokens]
+        stands = [at for at, token in enumerate(prompt) if token >= FIRST_STAND_IN]
+        needed = [at for place in known.layout.places for at in range(place.first, place.end)]
+        if stands != needed:
+            del seq.kept[KEY]
+            raise ImageError(
+                f"{len(stands)} tokens of its prompt stand for images, this model makes"
+                f" {len(needed)} of them: the API and its workers read other files"
+            )
+        return known
+
+    def _wanted(self, seq: ScheduledSeq, known: _Known, number: int) -> Wanted:
+        assert seq.images is not None
+        count = known.layout.places[number].count
+        return Wanted(number, seq.images.each[number], count * self._vision.bytes_per_token)
+
+    def _shown(self, seq: ScheduledSeq, known: _Known) -> ScheduledSeq:
+        """As the model reads it. Drafts are left out: what verifies them knows no positions."""
+        mark, context = self._vision.image_token, known.context
+        del context[len(seq.context) :]
+        context += [_shown(token, mark) for token in seq.context[len(context) :]]
+        tokens = [_shown(token, mark) for token in seq.tokens]
+        return replace(seq, tokens=tokens, context=context, draft_tokens=[], num_drafts=0)
+
+
+def has_images(seqs: Sequence[ScheduledSeq]) -> bool:
+    return any(seq.images is not None for seq in seqs)
+
+
+def _shown(token: int, mark: int) -> int:
+    return mark if token >= FIRST_STAND_IN else token
