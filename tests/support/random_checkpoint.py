@@ -26,7 +26,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "granite": {},
     "olmo2": {},
     "qwen3_moe": {"head_dim": 32, **EXPERTS},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 64, "layer_types": LAYERS},
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 64,
+        "layer_types": LAYERS,
+        "tie_word_embeddings": False,  # else the last token comes again
+    },
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention", "mamba"],
         "mamba_n_heads": 8,
