@@ -107,7 +107,11 @@ class ImageToken(int):
 
 
 class Renderer:
-    """Makes 2 tokens of an image, and one more for each 10 pixels of its height."""
+    """Makes 2 tokens of an image, and one more for each 10 pixels of its height. What it has made
+    is cached, apart where `skip_mm_cache` is set: such an image need not be given again."""
+
+    def __init__(self) -> None:
+        self.cached: dict[bool, dict[str, int]] = {False: {}, True: {}}
 
     def render_cmpl(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[Any]:
         (prompt,) = prompts
@@ -120,7 +124,10 @@ class Renderer:
                 tokens.append(token)
                 continue
             image, name = images.pop(0)
-            count = 2 + image.size[1] // 10
+            known = self.cached[skip_mm_cache]
+            if image is None and name not in known:
+                raise ValueError("Cache miss for image at index 0 but data is not provided.")
+            count = known.setdefault(name, 0 if image is None else 2 + image.size[1] // 10)
             places.append(SimpleNamespace(offset=len(tokens), length=count))
             tokens += [ImageToken.of(name)] * count
         if images:
