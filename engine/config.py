@@ -207,7 +207,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
-    chunk_steps: int = 1  # of a prompt, for which it has blocks of windows ahead
+    chunk_steps: int = 1  # that a prompt has blocks of windows ahead for
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
     max_snapshot_blocks: int = 1 << 12  # in one message to a router; 18 bytes each

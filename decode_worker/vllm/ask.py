@@ -121,6 +121,8 @@ def _copied(config: Any, specs: dict[str, Any]) -> tuple[list[dict[str, Any]], i
         return [], 0, "states", ""
     if other := kinds - BLOCKS_OF_TOKENS - WINDOWS - ONLY_AS_FULL:
         return [], 0, f"layers keep {', '.join(sorted(other)) or 'nothing'}", ""
+    if not config.cache_config.enable_prefix_caching:  # then backends need read no earlier KV
+        return [], 0, "vLLM's prefix caching is off, by the settings or for this model", ""
     if any(getattr(each, "non_causal", False) for each in specs.values()):
         return [], 0, "attention is not causal", ""
     has_windows = bool(kinds - BLOCKS_OF_TOKENS)

@@ -173,7 +173,7 @@ def _built(
 
 
 def with_windows(form: Form, engine: EngineSection, num_blocks: int) -> dict[str, Any]:
-    """Of vLLM's EngineArgs, those by which layers with windows keep what a worker copies.
+    """Returns EngineArgs of vLLM by which layers with windows keep what a worker copies.
     `num_blocks`: of KV; 0: as many as a GPU has room for."""
     if not any(form.windows):
         return {"disable_hybrid_kv_cache_manager": True}

@@ -49,7 +49,7 @@ Report = Callable[[Copied | Damaged | Found | EngineLost], None]
 class _Table:
     key: str
     blocks: list[int]  # in the worker's memory, by entry
-    checksums: Sequence[int]  # of the entries, from the first, that had KV when it began
+    checksums: Sequence[int]  # for each entry, from the first, that had KV when it began
     num_tokens: int
     saves_tail: bool
     num_good: int  # rows, from the first, of which groups that keep all may be loaded
@@ -100,7 +100,9 @@ class Copies:
     tables: dict[str, _Table] = field(default_factory=dict)
     report: Report = lambda said: None  # from any thread
     layers: Sequence[LayerForm] = ()  # all ranks'; (): there are no blocks of layers
-    windows: Windows = field(default_factory=lambda: Windows.of(1))  # of vLLM's groups of layers
+    windows: Windows = field(
+        default_factory=lambda: Windows.of(1)
+    )  # which vLLM's groups of layers have
     is_understood: bool = True  # what these groups keep
     _num_ranks: int = 1
     _num_steps: int = 0
@@ -345,9 +347,9 @@ class Copies:
         sums, count = iter(self._checksums(rows)), self.windows.count
         for table, new, entries in step.parts:
             found = dict(zip(entries, sums, strict=False))
-            told = tuple(found.get(at) for at in range(new.start * count, new.stop * count))
+            new_sums = tuple(found.get(at) for at in range(new.start * count, new.stop * count))
             if table.num_good == new.start:
                 table.num_good = new.stop
             table.num_reported = new.stop
-            self.report(Copied(table.key, new.start * count, told))
+            self.report(Copied(table.key, new.start * count, new_sums))
         self._done(step.tables)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-NULL_BLOCK = 0  # of vLLM's, in place of those that a window has left: nobody reads or writes it
+NULL_BLOCK = 0  # stands for those that a window has left: nobody reads or writes it
 BLOCKS_OF_TOKENS = {"full_attention", "mla_attention", "sink_full_attention"}
 WINDOWS = {"sliding_window", "sliding_window_mla"}
 ONLY_AS_FULL = {"chunked_local_attention"}  # what it keeps depends on where its chunks begin

@@ -137,7 +137,7 @@ class ImageThread:
 
         try:
             found = rendered(seen)
-        except Exception:  # of classes of vLLM's own
+        except Exception:  # vLLM's have classes of their own
             if not any(name in seen for name in names):
                 raise
             for name in names:

@@ -22,7 +22,9 @@ class Begin:
     # Entries of a block table (`engine.kv.window`): blocks of the worker's own memory that its KV
     # is copied to, and -1 where none is.
     table: tuple[int, ...] = ()
-    checksums: tuple[int, ...] = ()  # of each, from the first, that has its KV already; 0: no block
+    checksums: tuple[
+        int, ...
+    ] = ()  # for each, from the first, that has its KV already; 0: no block
     num_covered: int = 0  # entries, from the first, that have their blocks; 0: all have
     saves_tail: bool = False  # its last block is copied too, full or not
     images: Images | None = None  # each has a mark in `tokens`, for which more tokens come
@@ -37,7 +39,7 @@ class Extend:
     key: str
     first: int
     blocks: tuple[int, ...]
-    num_covered: int  # as of `Begin`
+    num_covered: int  # entries, from the first, that have their blocks
     ends: bool = False  # there is no room for more: nothing else of it is copied
 
 

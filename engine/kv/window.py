@@ -116,7 +116,7 @@ class Windows:
         max_model_len: int,
         ahead: int,
     ) -> Windows:
-        """Of a pool of `num_blocks`: a prompt has blocks for the next `ahead` tokens if the pool
+        """For a pool of `num_blocks`: a prompt has blocks for the next `ahead` tokens if the pool
         has room for that beside a sequence of `max_model_len`, and for one block at least."""
         bounds = [each.num_blocks for each in Windows.of(block_size, sizes, num_sinks).groups]
         num_sized = sum(map(bool, sizes)) or 1

@@ -33,6 +33,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "layer_types": LAYERS,
         "tie_word_embeddings": False,  # else the last token comes again
     },
+    # vLLM's CPU build has latent attention of this size alone.
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 3,
+    },
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention", "mamba"],
         "mamba_n_heads": 8,
