@@ -139,6 +139,8 @@ def test_lines_for_people_say_why_kv_stays() -> None:
     assert "30 layers of the last 64 tokens, 30 layers of states" in first
     assert why.strip() == "it stays in vLLM's memory: layers are recurrent"
     assert form_lines(WHOLE, []) == []
+    whole = structs.replace(WHOLE, why_all="heads of two sizes")
+    assert "layers with windows keep all tokens: heads of two sizes" in form_lines(whole, [info])[1]
 
 
 def test_processes_of_vllm_are_counted_by_all_that_divides_a_model() -> None:
