@@ -212,22 +212,22 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
     steps_ahead: int = 0  # 1: the executor takes the next step while one runs
+    chunk_steps: int = 1  # that a prompt has blocks of windows ahead for
     left_reads_s: float = 13.0  # half of the blocks may be left to reads for so long
     stats_interval_s: float = STATS_INTERVAL_S
     max_snapshot_blocks: int = 1 << 12  # in one message to a router; 18 bytes each
 
     @property
     def kv_windows(self) -> Windows:
-        """The blocks that sequences keep. A prompt has blocks for the tokens of a step ahead if the
-        pool has room for that, and at least one."""
-        sizes = self.group_windows or (self.window,)
-        bounds = [each.num_blocks for each in Windows.of(self.block_size, sizes, self.sinks).groups]
-        per_step = -(-self.max_num_batched_tokens // self.block_size)
-        num_sized = sum(map(bool, sizes)) or 1
-        whole = -(-self.max_model_len // self.block_size) * (len(sizes) - num_sized)
-        room = min(self.num_blocks // 4, self.num_blocks - whole - sum(bounds)) // num_sized
-        chunk = max(1, min(per_step, room))
-        return Windows.of(self.block_size, sizes, self.sinks, chunk)
+        """The blocks that sequences keep."""
+        return Windows.within(
+            self.num_blocks,
+            self.block_size,
+            self.group_windows or (self.window,),
+            num_sinks=self.sinks,
+            max_model_len=self.max_model_len,
+            ahead=self.max_num_batched_tokens * self.chunk_steps,
+        )
 
     @property
     def kv_root(self) -> bytes:

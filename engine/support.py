@@ -199,7 +199,7 @@ LORA_ON_CPUS = False
 slot there: index -1 of its slots means none, and is looked up as the last one."""
 
 _APART = "ranks of context parallelism have different tokens of a block"
-_OTHER = "layers keep other things than KV of all tokens"
+_OTHER = "layers keep other things than KV of tokens, or vLLM's prefix caching is off"
 DRAFTERS = (Capability.HEAD_DRAFTS, Capability.MODEL_DRAFTS, Capability.MTP_DRAFTS)
 _NOT_VERIFIED = "draft tokens are not verified"
 _OF_MODEL = "drafters need one process on a CPU, whose kernels run all layers at once"

@@ -18,6 +18,7 @@ import torch
 from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.messages import Begin
 from kvrelay.decode_worker.vllm.ranks import RankCopies
+from kvrelay.engine.kv.window import Windows
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.layout import BlockLayout
 
@@ -31,11 +32,11 @@ class Memory:
     def __init__(self, num_layers: int, num_heads: int, head_dim: int, device: str = "cpu") -> None:
         shape = num_layers, NUM_BLOCKS, num_heads, SIZE, 2 * head_dim
         self.layers = torch.randn(shape, device=device).bfloat16().unbind(0)
-        self.copies, self.said = Copies(), queue.SimpleQueue[Any]()
+        self.copies, self.said = Copies(windows=Windows.of(SIZE)), queue.SimpleQueue[Any]()
         self.rank = RankCopies(0, self.copies.copied)
         self.rank.register({str(n): each for n, each in enumerate(self.layers)}, NUM_BLOCKS)
         self.copies.layers = self.rank.forms
-        spec = self.copies.spec(SIZE, num_heads)
+        spec = self.copies.spec(num_heads)
         assert spec is not None
         self.pool = torch.zeros(NUM_BLOCKS, spec.bytes_per_block, dtype=torch.uint8)
         self.share = BlockLayout(spec).share(0, 1)
@@ -59,7 +60,7 @@ class Memory:
         num_tokens = SIZE * len(blocks)
         self.copies.begin(Begin("a", (0,) * num_tokens, "", {}, tuple(rows)), lambda: None)
         began = time.thread_time(), time.perf_counter()
-        self.rank.save(self.copies.plan([Move("a", blocks, range(0), num_tokens)], SIZE))
+        self.rank.save(self.copies.plan([Move("a", [blocks], range(0), num_tokens)]))
         step = time.thread_time() - began[0]
         self.said.get(timeout=60)
         took = time.perf_counter() - began[1]

@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvrelay.decode_worker.vllm.groups import BLOCKS_OF_TOKENS, ONLY_AS_FULL, WINDOWS, windows_of
+
 NEEDED = {
     "xxhash": ("xxhash",),
     "nixl": ("nixl_cu13", "nixl_cu12"),
 }  # by modules, any of which will do
 ROOM = 1 << 50  # bytes: any number of blocks fits
-_BLOCKS_OF_TOKENS = {"full_attention", "mla_attention", "sink_full_attention"}
-_WINDOWS = {"sliding_window", "sliding_window_mla", "chunked_local_attention"}
 
 
 def answer(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,15 +78,16 @@ def _layers(config: Any) -> dict[str, Any]:
         backends = [each.get_attn_backend() for each in layers]
         layouts = [each.name for each in get_supported_kv_cache_layouts(backends)]
         resolve_kv_cache_layout(config, [layouts], specs.values())
-        groups, per_block, why_not = _one_group(config, deepcopy(specs))
+        groups, per_block, why_not, why_all = _copied(config, specs)
         if why_not:  # then vLLM divides the layers as is best for it
             config.scheduler_config.disable_hybrid_kv_cache_manager = False
-            groups, per_block = _groups(config, specs)
+            groups, per_block = _described(_config(config, specs))
     return {
         "weights_bytes": num_bytes,
         "bytes_per_block": per_block,
         "groups": groups,
         "why_not": why_not,
+        "why_all": why_all,
     }
 
 
@@ -109,42 +110,60 @@ def _made_without_memory(config: Any) -> int:
     return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
-def _one_group(config: Any, specs: dict[str, Any]) -> tuple[list[dict[str, Any]], int, str]:
-    """As with a KV connector for one group of layers, in which those with windows keep all; and why
-    blocks of it cannot be copied, "": they can."""
+def _copied(config: Any, specs: dict[str, Any]) -> tuple[list[dict[str, Any]], int, str, str]:
+    """As with a KV connector, whose blocks we copy: groups of layers, each with its window; bytes
+    of a block; why blocks of it cannot be copied, and why layers with windows keep all tokens
+    nevertheless. "": they can, and do not."""
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
     kinds = {get_kv_cache_spec_kind(each).value for each in specs.values()}
     if "mamba" in kinds:
-        return [], 0, "states"
-    if other := kinds - _BLOCKS_OF_TOKENS - _WINDOWS:
-        return [], 0, f"layers keep {', '.join(sorted(other)) or 'nothing'}"
+        return [], 0, "states", ""
+    if other := kinds - BLOCKS_OF_TOKENS - WINDOWS - ONLY_AS_FULL:
+        return [], 0, f"layers keep {', '.join(sorted(other)) or 'nothing'}", ""
+    if not config.cache_config.enable_prefix_caching:  # then backends need read no earlier KV
+        return [], 0, "vLLM's prefix caching is off, by the settings or for this model", ""
     if any(getattr(each, "non_causal", False) for each in specs.values()):
-        return [], 0, "attention is not causal"
-    config.scheduler_config.disable_hybrid_kv_cache_manager = True
-    try:
-        groups, per_block = _groups(config, specs)
-    except (ValueError, NotImplementedError) as error:
-        return [], 0, _line(error)
-    if [each["kind"] for each in groups] != ["full"]:
-        return [], 0, f"layers are in {len(groups)} groups that are no run of blocks"
-    return groups, per_block, ""
+        return [], 0, "attention is not causal", ""
+    has_windows = bool(kinds - BLOCKS_OF_TOKENS)
+    is_one = config.scheduler_config.disable_hybrid_kv_cache_manager
+    why_all = "vLLM's hybrid KV cache manager is off" if is_one and has_windows else ""
+    for disabled in (True,) if is_one or not has_windows else (False, True):
+        config.scheduler_config.disable_hybrid_kv_cache_manager = disabled
+        try:
+            found = _config(config, deepcopy(specs))
+        except (ValueError, NotImplementedError) as error:
+            why = _line(error)
+        else:
+            groups, per_block = _described(found)
+            if windows_of(found.kv_cache_groups, config.cache_config.block_size) is not None:
+                return groups, per_block, "", why_all
+            why = f"layers are in {len(groups)} groups whose blocks are not alike"
+        why_all = why
+    return [], 0, why, ""
 
 
-def _groups(config: Any, specs: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Those that vLLM would serve with, and the bytes of a block of its memory."""
+def _config(config: Any, specs: dict[str, Any]) -> Any:
+    """What vLLM would serve with."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+
+    [found] = get_kv_cache_configs(config, [specs], [ROOM])
+    return found
+
+
+def _described(found: Any) -> tuple[list[dict[str, Any]], int]:
+    """Its groups of layers, and the bytes of a block of its memory."""
     from vllm.v1.kv_cache_interface import (
         get_kv_cache_spec_kind,
         get_kv_cache_spec_sliding_window,
     )
 
-    [found] = get_kv_cache_configs(config, [specs], [ROOM])
     groups = []
     for group in found.kv_cache_groups:
         spec = group.kv_cache_spec
         name = get_kv_cache_spec_kind(spec).value
-        kind = "full" if name in _BLOCKS_OF_TOKENS else "window" if name in _WINDOWS else "state"
+        has_window = name in WINDOWS | ONLY_AS_FULL
+        kind = "full" if name in BLOCKS_OF_TOKENS else "window" if has_window else "state"
         window = get_kv_cache_spec_sliding_window(spec) or 0
         groups.append(
             {

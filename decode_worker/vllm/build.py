@@ -21,7 +21,14 @@ from kvrelay.decode_worker.vllm.arguments import arguments, environment
 from kvrelay.decode_worker.vllm.engine import VllmEngine
 from kvrelay.decode_worker.vllm.form import Form, form_of
 from kvrelay.decode_worker.vllm.node import VllmWorker
-from kvrelay.decode_worker.vllm.plan import fit_gpu, longest, opaque_spec, plan_form
+from kvrelay.decode_worker.vllm.plan import (
+    fit_gpu,
+    longest,
+    opaque_spec,
+    plan_form,
+    whole_lines,
+)
+from kvrelay.engine.config import EngineSection, WorkerConfig
 from kvrelay.engine.host import Deliver, Executor, first_line
 from kvrelay.engine.identity import VLLM, files_of, identity_of, telling_arguments
 from kvrelay.engine.kv.window import Windows
@@ -42,6 +49,7 @@ from kvrelay.worker.spec import BuildOptions, MakeAgent, WorkerSpec
 
 Roles = Sequence[type[RoleHandler]]
 WRITTEN_FOR = "0.32"
+STEPS_AHEAD = 2  # one that is scheduled, and one whose copies are under way
 ORIGINAL_LEN = r'"original_max_position_embeddings":\s*(\d+)'  # beyond it longrope is another one
 
 
@@ -69,6 +77,8 @@ def build(spec: WorkerSpec, roles: Roles, make_agent: MakeAgent | None = None) -
     given = arguments(spec.model, engine, path, on_gpu=spec.on_gpu)
     if not plan.is_copied and not spec.engine.max_model_len:
         given["max_model_len"] = -1  # what fits, which groups of layers make hard to say
+    if plan.is_copied:
+        given = with_windows(form, engine, known) | given
     try:
         cache_dir = Path(spec.model.cache_dir) if spec.model.cache_dir else None
         vllm = VllmEngine(spec.worker, given, copies=plan.is_copied, cache_dir=cache_dir)
@@ -112,27 +122,33 @@ def _built(
     cache, model = vllm.config.cache_config, vllm.config.model_config
     num_blocks = (cache.num_gpu_blocks or 1) - 1  # one of them is its null block
     num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
-    copied = vllm.copies.spec(cache.block_size, num_heads)
+    copied = vllm.copies.spec(num_heads) if plan.is_copied else None
     traits = form.traits(spec.engine)
+    engine = structs.replace(spec.engine, block_size=cache.block_size)
     if copied is None:
         traits |= {Trait.OTHER_KV}  # whatever was said before the model was loaded
-    spec = replace(spec, engine=structs.replace(spec.engine, block_size=cache.block_size))
-    whole = Windows.of(cache.block_size).groups[0]
+    elif copied.windows != (0,):  # as many tokens as vLLM's steps have
+        engine = structs.replace(engine, max_num_batched_tokens=vllm.step_tokens)
+    spec = replace(spec, engine=engine)
     shown = copied or opaque_spec(plan.spec.bytes_per_block, cache.block_size)
-    plan = replace(plan, spec=shown, num_blocks=num_blocks, window=whole)
+    windows = Windows.of(cache.block_size, shown.windows).groups
+    groups = windows if len(windows) > 1 else ()
+    plan = replace(plan, spec=shown, num_blocks=num_blocks, window=windows[0], group_windows=groups)
     facts = engine_facts(spec.engine.arguments, vllm, on_gpu=spec.on_gpu)
     digest = kv_identity(path, model.max_model_len, facts)
     if copied is not None:  # its weights are there; memory for its KV comes into use as it fills
         plan = with_tiers(replace(plan, weights_bytes=0), spec)
-    most = min(model.max_model_len, num_blocks * cache.block_size)
+    held = plan.windows.most_tokens(num_blocks)
+    most = model.max_model_len if held is None else min(model.max_model_len, held)
     config = worker_config(spec, plan, most, digest)
-    config = structs.replace(config, num_packed_blocks=0, no_images="")
+    config = structs.replace(config, num_packed_blocks=0, no_images="", chunk_steps=STEPS_AHEAD)
+    _check_steps(config, vllm.step_tokens)
     with contextlib.suppress(ModelError):  # where there are no *.safetensors, weights stay
         base = read_version(path)
         config = structs.replace(config, weights=spec.weights or base, base_weights=base.digest)
     edits, drafts = vllm.edits, vllm.drafts
     asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers)]
-    notices = tuple(notices_of(asked, traits))
+    notices = (*notices_of(asked, traits), *whole_lines(form))
     if copied is None:
         node = VllmWorker(config, roles, copies=False, edits=edits, drafts=drafts)
         info = replace(config.info(), hands_over=False)
@@ -154,6 +170,31 @@ def _built(
     return BuiltWorker(
         node, config.info(), make_executor, (*notices, *own.notices), leave_kv=own.leave_kv
     )
+
+
+def with_windows(form: Form, engine: EngineSection, num_blocks: int) -> dict[str, Any]:
+    """Returns EngineArgs of vLLM by which layers with windows keep what a worker copies.
+    `num_blocks`: of KV; 0: as many as a GPU has room for."""
+    if not any(form.windows):
+        return {"disable_hybrid_kv_cache_manager": True}
+    if not num_blocks:
+        return {}
+    size, most = form.block_size, engine.max_model_len
+    step = engine.max_num_batched_tokens
+    windows = Windows.within(num_blocks, size, form.windows, max_model_len=most, ahead=step)
+    few = windows.chunk_tokens
+    return {"long_prefill_token_threshold": min(few, most)} if few < step else {}
+
+
+def _check_steps(config: WorkerConfig, step_tokens: int) -> None:
+    """Whether there are blocks for all that a step of vLLM computes of a prompt: it keeps none that
+    windows have left. Raises BuildError."""
+    few = config.kv_windows.chunk_tokens
+    if 0 < few < min(step_tokens, config.max_model_len):
+        raise BuildError(
+            f"engine.max_num_batched_tokens = {step_tokens}: with windows, {config.num_blocks} KV"
+            f" blocks have room for steps of {few} tokens; set that, or raise engine.kv_cache_gib"
+        )
 
 
 def kv_identity(path: Path, max_model_len: int, facts: Mapping[str, Any]) -> bytes:

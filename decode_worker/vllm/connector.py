@@ -12,11 +12,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 
 from kvrelay.decode_worker.vllm.copies import Copies, Move
+from kvrelay.decode_worker.vllm.groups import windows_of
 from kvrelay.decode_worker.vllm.memory import ALL, Heads
 from kvrelay.decode_worker.vllm.ranks import RankCopies, Step, say_to
+from kvrelay.engine.kv.window import Windows
 
 PROCESS, PIPE = "process", "pipe"  # the worker's, in the configuration
 
@@ -28,9 +31,10 @@ class Moves(KVConnectorMetadata):  # type: ignore[misc]
     step: Step
 
 
-class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Invariant: what `get_num_new_matched_tokens` promises of a request was compared with its
-    checksums, and is in its table until the request has ended."""
+class KVRelayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """With SupportsHMA vLLM keeps of layers with windows what these read, in groups of layers that
+    have a block table each. Invariant: what `get_num_new_matched_tokens` promises of a request was
+    compared with its checksums, and is in its table until the request has ended."""
 
     made_for: ClassVar[dict[str, Copies]] = {}  # by the engine's id
 
@@ -46,6 +50,9 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._loads: dict[str, range] = {}  # in the step that is scheduled
         if role is KVConnectorRole.SCHEDULER:
             self._copies = self.made_for[transfer.engine_id]
+            sizes = windows_of(kv_cache_config.kv_cache_groups, self._block_size)
+            self._copies.windows = Windows.of(self._block_size, sizes or (0,))
+            self._copies.is_understood = sizes is not None
             return
         place = transfer.kv_connector_extra_config
         is_here = place[PROCESS] == os.getpid()
@@ -78,12 +85,15 @@ class KVRelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         before |= zip(again.req_ids, again.num_computed_tokens, strict=True)
         moves = []
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
-            (block_ids,) = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+            block_ids = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             end = before[request_id] + num_new - len(drafts)
             about = block_ids, loads.get(request_id, range(0)), end
             moves.append(Move(_key(request_id), *about))
-        return Moves(self._copies.plan(moves, self._block_size))
+        return Moves(self._copies.plan(moves))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None  # its blocks may be reused: what is copied has been gathered
 
     # Where the model runs
 

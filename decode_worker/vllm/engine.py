@@ -220,6 +220,13 @@ class VllmEngine:
             self.copies.fail("vLLM: a process of a rank has ended")
 
     @property
+    def step_tokens(self) -> int:
+        """Those of a prompt that a step computes at most."""
+        scheduler = self.config.scheduler_config
+        most = int(scheduler.max_num_batched_tokens)
+        return min(most, scheduler.long_prefill_token_threshold or most)
+
+    @property
     def version(self) -> str:
         import vllm
 
@@ -242,7 +249,9 @@ class VllmEngine:
         return self
 
     def perform(self, effect: Effect) -> None:
-        if isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex | FindStored):
+        if isinstance(effect, Extend):
+            self.copies.extend(effect)
+        elif isinstance(effect, ConnectPeer | CopyBlocks | StoreIndex | FindStored):
             assert self._transfers is not None, effect
             self._transfers.submit(effect)
         elif isinstance(effect, LoadWeights):
@@ -292,8 +301,6 @@ class VllmEngine:
                 self._engine.abort_request([key])
                 self._end(key)
                 self._deliver(Stopped(key))
-            case Extend(key, blocks):
-                self.copies.extend(key, blocks)
             case Begin():
                 self._begin(effect)
             case Rendered(begin, prompt):

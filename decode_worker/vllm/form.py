@@ -33,7 +33,7 @@ from kvrelay.worker.kv_plan import BuildError
 ASK_S = 600.0  # vLLM's imports, on a machine that is busy
 MODULE = "kvrelay.decode_worker.vllm.ask"
 MOST_TOKENS = 1 << 20  # where a model does not say how many positions it has
-VERSION = 2  # raised where something else is asked
+VERSION = 3  # raised where something else is asked
 
 
 class GroupForm(Struct, frozen=True):
@@ -59,7 +59,13 @@ class Form(Struct, frozen=True):
     bytes_per_block: int = 0  # in vLLM's memory; 0: not known
     groups: tuple[GroupForm, ...] = ()
     why_not: str = ""  # why blocks are not copied, in vLLM's terms; "": they can be
+    why_all: str = ""  # why layers with windows keep all tokens where they are; "": they do not
     error: str = ""  # what vLLM says of the settings; "": it takes them
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Tokens that groups of layers read whose blocks are copied, 0: all."""
+        return (0,) if self.why_not else tuple(each.window for each in self.groups) or (0,)
 
     def traits(self, engine: EngineSection) -> frozenset[Trait]:
         """Those of a worker that serves it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvrelay.engine.node import Effect
 
 log = logging.getLogger("kvrelay.vllm")
 
+MAX_SEEN = 4096  # images, some tens of bytes each
 CLOSE_S = 5.0
 
 
@@ -41,6 +42,9 @@ class ImageThread:
         """`pass_on`: to the thread that steps."""
         self._renderer, self._pass_on = renderer, pass_on
         self._deliver: Deliver = lambda message: None
+        # Digests of images that vLLM's processor has seen, by the cache that has what it made of
+        # them, unless it has dropped it.
+        self._seen: dict[bool, dict[str, None]] = {False: {}, True: {}}
         self._begun: set[str] = set()  # keys of requests with images, until they have ended
         self._effects: queue.SimpleQueue[Effect | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="vllm-images", daemon=True)
@@ -108,12 +112,33 @@ class ImageThread:
     def _render(
         self, tokens: tuple[int, ...], images: Images, salt: str, *, skip_mm_cache: bool
     ) -> Any:
+        """Images that vLLM's cache has are not read again."""
+        seen = self._seen[skip_mm_cache]
+        names = [image.digest.hex() for image in images.each]
         prompt: dict[str, Any] = {
             "prompt_token_ids": list(tokens),
-            "multi_modal_data": {"image": [read(i, image) for i, image in enumerate(images.each)]},
-            "multi_modal_uuids": {"image": [image.digest.hex() for image in images.each]},
+            "multi_modal_uuids": {"image": names},
+            **({"cache_salt": salt} if salt else {}),
         }
-        if salt:
-            prompt["cache_salt"] = salt
-        (found,) = self._renderer.render_cmpl([prompt], skip_mm_cache=skip_mm_cache)
+
+        def rendered(known: Container[str]) -> Any:
+            data = [
+                None if name in known else read(index, image)
+                for index, (name, image) in enumerate(zip(names, images.each, strict=True))
+            ]
+            asked = prompt | {"multi_modal_data": {"image": data}}
+            (found,) = self._renderer.render_cmpl([asked], skip_mm_cache=skip_mm_cache)
+            return found
+
+        try:
+            found = rendered(seen)
+        except Exception:  # vLLM's have classes of their own
+            if not any(name in seen for name in names):
+                raise
+            for name in names:
+                seen.pop(name, None)
+            return rendered(())  # what is wrong with them comes again
+        seen.update(dict.fromkeys(names))
+        while len(seen) > MAX_SEEN:
+            del seen[next(iter(seen))]
         return found

@@ -19,8 +19,13 @@ class Begin:
     tokens: tuple[int, ...]
     salt: str  # blocks of different salts are never shared; "": of no tenant
     options: Mapping[str, Any]  # vLLM's, from `parameters.options`
-    table: tuple[int, ...] = ()  # blocks of the worker's own memory that its KV is copied to
-    checksums: tuple[int, ...] = ()  # one for each, from the first, that has its KV already
+    # Entries of a block table (`engine.kv.window`): blocks of the worker's own memory that its KV
+    # is copied to, and -1 where none is.
+    table: tuple[int, ...] = ()
+    checksums: tuple[
+        int, ...
+    ] = ()  # for each, from the first, that has its KV already; 0: no block
+    num_covered: int = 0  # entries, from the first, that have their blocks; 0: all have
     saves_tail: bool = False  # its last block is copied too, full or not
     images: Images | None = None  # each has a mark in `tokens`, for which more tokens come
     priority: int = 0  # the lowest goes first, and keeps its blocks
@@ -29,10 +34,22 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Effect: these blocks follow in the table of the request of this key."""
+    """Effect: entries of the table of the request of this key, from `first` on, are these now."""
 
     key: str
+    first: int
     blocks: tuple[int, ...]
+    num_covered: int  # entries, from the first, that have their blocks
+    ends: bool = False  # there is no room for more: nothing else of it is copied
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """vLLM has more of a prompt than its table: from so many entries on it is computed. Answered by
+    `Extend`: the table is to be such that it goes on there."""
+
+    key: str
+    num_entries: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +136,12 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """Blocks of a request from `first` on have been copied to its table, with these checksums."""
+    """Entries of a request's table from `first` on have been copied, with these checksums; None:
+    there is no block."""
 
     key: str
     first: int
-    checksums: tuple[int, ...]
+    checksums: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

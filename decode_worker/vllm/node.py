@@ -26,6 +26,7 @@ from kvrelay.decode_worker.vllm.messages import (
     Damaged,
     EngineLost,
     Extend,
+    Found,
     Generated,
     Held,
     Hold,
@@ -38,6 +39,7 @@ from kvrelay.decode_worker.vllm.parameters import depends_on_output, options, un
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import decode_features, prompt_features
 from kvrelay.engine.images import with_output
+from kvrelay.engine.kv.block_table import NO_BLOCK
 from kvrelay.engine.kv.events import KVPublisher
 from kvrelay.engine.messages import Probe, WorkRequest
 from kvrelay.engine.node import Effect, Exit, Note, Send
@@ -69,7 +71,6 @@ class Run:
     num_known: int
     num_repeated: int
     num_given: int  # tokens that vLLM has begun from
-    num_copied: int  # blocks, from the first, that are in the worker's memory
     num_sent: int  # entries of the block table that vLLM has
     has_begun: bool = False  # tokens have come of it
     is_stopped: bool = False
@@ -117,6 +118,7 @@ class VllmWorker(Worker):
             Stepped: self._on_stepped,
             Copied: lambda now, copied: self._on_copied(copied),
             Damaged: lambda now, damaged: self._damage(damaged),
+            Found: lambda now, found: [self._lay_out(found)],
             Stopped: lambda now, stopped: self._settle(stopped.key),
             NotBegun: lambda now, said: self._on_not_begun(said),
             EngineLost: lambda now, lost: self._on_lost(lost.why),
@@ -173,15 +175,13 @@ class VllmWorker(Worker):
     def _start(self, seq: Sequence) -> Begin:
         again = seq.num_output_tokens > 0 and depends_on_output(seq.sampling)
         num_given = seq.num_prompt_tokens if again else len(seq.tokens)
-        num_full = min(seq.num_sealed, (num_given - 1) // self.config.block_size)
         num_known = seq.num_output_tokens
         run = Run(
             seq,
             num_known,
             num_repeated=0 if again else num_known,
             num_given=num_given,
-            num_copied=num_full,
-            num_sent=len(seq.block_ids),
+            num_sent=seq.num_covered,
         )
         self._runs[_name(seq)] = run
         seq.num_steps += 1
@@ -190,7 +190,8 @@ class VllmWorker(Worker):
         given = options(seq.sampling, *both, sent=num_known > 0, edits=self._edits)
         if not seq.reserve_growth:
             given |= {"max_tokens": 1, "min_tokens": min(1, given["min_tokens"])}
-        checksums = tuple(self.core.kv.checksums[block] for block in seq.block_ids[:num_full])
+        checksums = self.core.kv.checksums
+        sealed = seq.block_ids[: seq.num_sealed]
         tokens, images = tuple(seq.tokens[:num_given]), seq.spec.images
         if images is not None:
             tokens = with_output(images, tokens[seq.num_prompt_tokens :])
@@ -200,7 +201,8 @@ class VllmWorker(Worker):
             salt_of(seq.chain.scope),
             given,
             tuple(seq.block_ids) if self._copies else (),
-            checksums,
+            tuple(0 if block == NO_BLOCK else checksums[block] for block in sealed),
+            seq.num_covered,
             saves_tail=not seq.reserve_growth,
             images=images,
             priority=seq.service_class.priority,
@@ -239,25 +241,54 @@ class VllmWorker(Worker):
         run = self._runs.get(copied.key)
         if run is None or run.seq.state is SeqState.DEAD:
             return []
-        num_tokens = (copied.first + len(copied.checksums)) * self.config.block_size
+        num_tokens = self.core.kv.windows.tokens(copied.first + len(copied.checksums))
         if run.seq.reserve_growth and num_tokens >= len(run.seq.tokens):
             run.early.append(copied)
             return []
         return self._copied(run, copied)
 
     def _copied(self, run: Run, copied: Copied) -> list[Effect]:
-        """Blocks of `run` are in this worker's memory: they are announced, and can be read."""
+        """Blocks of `run` are in this worker's memory: they are announced, and can be read. Those
+        that windows have left are freed: vLLM's thread has done with them when it reports what
+        comes after them."""
         seq, kv = run.seq, self.core.kv
-        for index, checksum in enumerate(copied.checksums, start=copied.first):
-            kv.checksums[seq.block_ids[index]] = checksum
-        run.num_copied = copied.first + len(copied.checksums)
+        end = copied.first + len(copied.checksums)
+        blocks = seq.block_ids[copied.first : end]
+        for block, checksum in zip(blocks, copied.checksums, strict=True):
+            if checksum is not None:
+                kv.checksums[block] = checksum
         num_computed = seq.num_computed
-        seq.num_computed = min(run.num_copied * self.config.block_size, len(seq.tokens) - 1)
+        seq.num_computed = min(kv.windows.tokens(end), len(seq.tokens) - 1)
         kv.seal_computed(seq)
+        kv.slide(seq)
+        more = self._grow(run, self.config.block_size if run.has_begun else 0)
         if run.has_begun:
             seq.num_computed = num_computed
+            return more
+        return more if seq.reserve_growth else [*more, *self._role_of(seq).on_computed(seq)]
+
+    def _grow(self, run: Run, num_unknown: int) -> list[Effect]:
+        """What its table has more than vLLM's thread knows, for so many tokens that will follow."""
+        seq, kv = run.seq, self.core.kv
+        if not kv.grow(seq, num_unknown) and kv.windows.any:
+            return [Extend(_name(seq), run.num_sent, (), run.num_sent, ends=True)]
+        first, run.num_sent = run.num_sent, seq.num_covered
+        if first == run.num_sent:
             return []
-        return [] if seq.reserve_growth else self._role_of(seq).on_computed(seq)
+        blocks = tuple(seq.block_ids[first : run.num_sent])
+        return [Extend(_name(seq), first, blocks, run.num_sent)]
+
+    def _lay_out(self, found: Found) -> Extend:
+        """vLLM goes on after what it has kept itself: so does the table, or nothing is copied."""
+        run, kv = self._runs.get(found.key), self.core.kv
+        if (
+            run is None
+            or run.seq.state is SeqState.DEAD
+            or not kv.expect(run.seq, found.num_entries)
+        ):
+            return Extend(found.key, 0, (), 0, ends=True)
+        run.num_sent = run.seq.num_covered
+        return Extend(found.key, 0, tuple(run.seq.block_ids), run.num_sent)
 
     def _damage(self, damaged: Damaged) -> list[Effect]:
         """vLLM computes what was damaged and what follows. Nobody is to find these blocks again,
@@ -317,7 +348,8 @@ class VllmWorker(Worker):
     def _go_on(self, run: Run, generated: Generated, finish: FinishReason | None) -> list[Effect]:
         seq, role = run.seq, self._role_of(run.seq)
         if not seq.reserve_growth:
-            lacks = any(block not in self.core.kv.checksums for block in seq.block_ids)
+            checksums = self.core.kv.checksums
+            lacks = any(block not in checksums for block in seq.block_ids if block != NO_BLOCK)
             if finish is None and lacks:
                 return self._fail(seq, Refusal.WORKER_FAILED, "vLLM has not given all of its KV")
             if len(seq.tokens) == run.num_given:
@@ -326,10 +358,8 @@ class VllmWorker(Worker):
         ended = generated.finish and finish is None
         if ended or (finish is not None and run.num_repeated < run.num_known):
             return self._fail(seq, Refusal.EXECUTION, f"vLLM has ended it: {generated.finish}")
-        if finish is None and self._copies and self.core.kv.grow(seq, self.config.block_size):
-            more = tuple(seq.block_ids[run.num_sent :])
-            run.num_sent += len(more)
-            return [*role.on_computed(seq), *([Extend(_name(seq), more)] if more else [])]
+        if finish is None and self._copies:
+            return [*role.on_computed(seq), *self._grow(run, self.config.block_size)]
         return role.on_computed(seq)
 
     def _settle(self, name: str) -> list[Effect]:

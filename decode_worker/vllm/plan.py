@@ -48,11 +48,13 @@ def plan_form(form: Form, engine: EngineSection, path: Path) -> KVPlan:
     block_size = form.block_size or engine.block_size
     dtypes = {each.dtype for each in form.groups}
     spec = opaque_spec(per_block // copies, block_size, dtypes.pop() if len(dtypes) == 1 else "")
+    windows = Windows.of(block_size, form.windows).groups
     return KVPlan(
-        spec,
+        replace(spec, windows=form.windows),
         num_blocks,
         form.weights_bytes or files_bytes(path),
-        Windows.of(block_size).groups[0],
+        windows[0],
+        group_windows=windows if len(windows) > 1 else (),
         num_ranks=num_processes(engine),
         num_copies=copies,
         is_copied=copies_kv(form, engine),
@@ -129,9 +131,15 @@ def form_lines(form: Form, infos: Sequence[WorkerInfo]) -> list[str]:
     if form.why_not:
         why = "layers are recurrent" if form.why_not == "states" else form.why_not
         lines.append(f"          it stays in vLLM's memory: {why}")
+    lines += [f"          {each}" for each in whole_lines(form)]
     for name, numbers in _by_place(infos):
         lines.append(f"{name + ':':10}{blocks_text(infos[0], sum(numbers))}")
     return lines
+
+
+def whole_lines(form: Form) -> list[str]:
+    """For people: layers keep more tokens than they read."""
+    return [f"layers with windows keep all tokens: {form.why_all}"] if form.why_all else []
 
 
 def _group_text(group: GroupForm) -> str:

@@ -51,9 +51,9 @@ class Blocks(NamedTuple):
     ids: list[int]
     rows: list[int]
 
-    def add(self, ids: Sequence[int], rows: Sequence[int], which: range) -> None:
-        self.ids.extend(ids[index] for index in which)
-        self.rows.extend(rows[index] for index in which)
+    def add(self, block_id: int, row: int) -> None:
+        self.ids.append(block_id)
+        self.rows.append(row)
 
 
 class Step(NamedTuple):

@@ -106,6 +106,32 @@ class Windows:
         each = (Window(block_size, size, num_sinks if size else 0, chunk_blocks) for size in sizes)
         return Windows(block_size, tuple(each))
 
+    @staticmethod
+    def within(
+        num_blocks: int,
+        block_size: int,
+        sizes: Sequence[int],
+        *,
+        num_sinks: int = 0,
+        max_model_len: int,
+        ahead: int,
+    ) -> Windows:
+        """For a pool of `num_blocks`: a prompt has blocks for the next `ahead` tokens if the pool
+        has room for that beside a sequence of `max_model_len`, and for one block at least."""
+        bounds = [each.num_blocks for each in Windows.of(block_size, sizes, num_sinks).groups]
+        num_sized = sum(map(bool, sizes)) or 1
+        whole = -(-max_model_len // block_size) * (len(sizes) - num_sized)
+        room = min(num_blocks // 4, num_blocks - whole - sum(bounds)) // num_sized
+        chunk = max(1, min(-(-ahead // block_size), room))
+        return Windows.of(block_size, sizes, num_sinks, chunk)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a prompt, from its last full block on, that a step may compute at most; 0: any
+        number."""
+        sized = [window.chunk_blocks for window in self.groups if window.size]
+        return min(sized, default=0) * self.block_size
+
     @property
     def count(self) -> int:
         return len(self.groups)

@@ -1,4 +1,5 @@
-"""Images through vLLM, the real one, over a tiny random checkpoint of Gemma 3's form.
+"""Images through vLLM, the real one, over tiny random checkpoints of Gemma 3's form and of
+Qwen2.5-VL's, whose positions depend on the sizes of images.
 
 As `test_vllm`; vLLM's processors need a torchvision that fits its torch."""
 
@@ -48,9 +49,9 @@ def serving(folder: Path, model: Path) -> Served:
     return Served(settings | {"models": [entry | {"engine": eager}]})
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_vision.make(tmp_path_factory.mktemp("seeing"))
+@pytest.fixture(scope="module", params=tiny_vision.FORMS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision.make(tmp_path_factory.mktemp("seeing"), request.param)
 
 
 @pytest.fixture(scope="module")

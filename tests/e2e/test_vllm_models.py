@@ -128,5 +128,6 @@ def test_a_model_that_vllm_runs_is_handed_over_taken_over_and_resumed(
         )
         assert again.choices[0].message.content == expected[0]
         assert again.usage.prompt_tokens_details.cached_tokens >= 9 * 32
+        assert tell(served.url) == expected  # by one pool
         wait_for(served.url, is_idle, 60.0, "not idle")
         assert_clean(served.url)

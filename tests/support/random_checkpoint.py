@@ -26,7 +26,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "granite": {},
     "olmo2": {},
     "qwen3_moe": {"head_dim": 32, **EXPERTS},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 64, "layer_types": LAYERS},
+    "gemma3_text": {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 64,
+        "layer_types": LAYERS,
+        "tie_word_embeddings": False,  # else the last token comes again
+    },
+    # vLLM's CPU build has latent attention of this size alone.
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "first_k_dense_replace": 3,
+    },
     "granitemoehybrid": {
         "layer_types": ["mamba", "attention", "mamba"],
         "mamba_n_heads": 8,

@@ -7,8 +7,10 @@ model is a hash: the next token depends on all before it, and with a temperature
 how many were drawn, or without a seed on how many the engine has drawn. It is the largest of a row
 of logits, which bans and logits processors edit. KV of a token is a hash of all up to it; where
 what is in a block is not that, another token comes, and other KV of those that follow. Blocks are
-cached as they are allocated, and shared by requests that begin alike, in the same step too. Ranks
-have the memory of their heads each, and a connector each, in this process.
+cached as they are allocated, and shared by requests that begin alike, in the same step too. A group
+of layers with a window has blocks of what it reads, and block 0, which nobody writes, in place of
+the others. A step computes as much of a prompt as steps may. Ranks have the memory of their heads
+each, and a connector each, in this process.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -69,7 +72,8 @@ class _Request:
     num_drawn: int = 0
     num_cached: int = 0
     num_computed: int = -1  # tokens that have KV; -1: it has not been scheduled
-    block_ids: list[int] = field(default_factory=list)
+    num_after: int = 0  # tokens that have KV after the step
+    block_ids: list[list[int]] = field(default_factory=list)  # by group of layers
     edits: list[Callable[[list[int], torch.Tensor], torch.Tensor]] = field(default_factory=list)
 
     @property
@@ -103,7 +107,11 @@ class ImageToken(int):
 
 
 class Renderer:
-    """Makes 2 tokens of an image, and one more for each 10 pixels of its height."""
+    """Makes 2 tokens of an image, and one more for each 10 pixels of its height. What it has made
+    is cached, apart where `skip_mm_cache` is set: such an image need not be given again."""
+
+    def __init__(self) -> None:
+        self.cached: dict[bool, dict[str, int]] = {False: {}, True: {}}
 
     def render_cmpl(self, prompts: list[dict[str, Any]], *, skip_mm_cache: bool) -> list[Any]:
         (prompt,) = prompts
@@ -116,7 +124,10 @@ class Renderer:
                 tokens.append(token)
                 continue
             image, name = images.pop(0)
-            count = 2 + image.size[1] // 10
+            known = self.cached[skip_mm_cache]
+            if image is None and name not in known:
+                raise ValueError("Cache miss for image at index 0 but data is not provided.")
+            count = known.setdefault(name, 0 if image is None else 2 + image.size[1] // 10)
             places.append(SimpleNamespace(offset=len(tokens), length=count))
             tokens += [ImageToken.of(name)] * count
         if images:
@@ -126,6 +137,9 @@ class Renderer:
 
 
 class KVConnectorMetadata: ...
+
+
+class SupportsHMA: ...
 
 
 class KVConnectorRole(Enum):
@@ -176,7 +190,8 @@ class LLMEngine:
     kv: list[list[torch.Tensor]]  # by rank and layer: [num_blocks, its heads, block_size, WIDTH]
     free: list[int]
     requests: dict[str, _Request] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)  # hash -> block, the oldest first
+    # (group, hash) -> block, the oldest first
+    cached: dict[tuple[int, int], int] = field(default_factory=dict)
     users: dict[int, int] = field(default_factory=dict)  # block -> requests
     processors: list[Any] = field(default_factory=list)
     seed: int = 0
@@ -190,6 +205,7 @@ class LLMEngine:
     made: ClassVar[list[LLMEngine]] = []
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
     fails: ClassVar[str] = ""  # what a step raises
+    windows: ClassVar[tuple[int, ...]] = (0,)  # tokens that groups of layers read; 0: all
     unreadable: ClassVar[set[str]] = set()  # names of folders that are read in part
 
     @classmethod
@@ -209,6 +225,10 @@ class LLMEngine:
             cache_config=cache,
             model_config=model,
             kv_transfer_config=transfer,
+            scheduler_config=SimpleNamespace(
+                max_num_batched_tokens=args.max_num_batched_tokens,
+                long_prefill_token_threshold=getattr(args, "long_prefill_token_threshold", 0),
+            ),
             compilation_config=SimpleNamespace(static_forward_context={"layer 0": Attention}),
         )
         publisher = EventPublisherFactory.registered[args.kv_events_config.publisher]
@@ -303,9 +323,8 @@ class LLMEngine:
 
     def _end(self, key: str) -> None:
         if key in self.requests:
-            for block in self.requests.pop(key).block_ids:
-                self.users[block] -= 1
-                self._free_unused(block)
+            for block in chain.from_iterable(self.requests.pop(key).block_ids):
+                self._leave(block)
 
     def step(self) -> list[Any]:
         if self.turns is not None:
@@ -314,10 +333,11 @@ class LLMEngine:
             raise RuntimeError(self.fails)
         requests = [*self.requests.values()]
         self._compute(requests)
-        outputs = [self._advance(each) for each in requests]
-        size = self.vllm_config.cache_config.block_size
+        done = [each for each in requests if each.num_computed == len(each.tokens)]
+        outputs = [self._advance(each) for each in done]
         blocks = self.vllm_config.cache_config.num_gpu_blocks - 1
-        used = sum(-(-len(each.tokens) // size) for each in self.requests.values()) / blocks
+        held = chain.from_iterable(chain.from_iterable(r.block_ids) for r in self.requests.values())
+        used = len({*held} - {0}) / blocks
         counts = {"num_running_reqs": len(self.requests), "num_waiting_reqs": 0}
         stats = SimpleNamespace(**counts, kv_cache_usage=used)
         for each in self.loggers:
@@ -325,20 +345,40 @@ class LLMEngine:
         return outputs
 
     def _compute(self, requests: list[_Request]) -> None:
-        """Writes KV of all tokens that have none, and lets the connector copy."""
-        size, new = self.vllm_config.cache_config.block_size, []
+        """Writes KV of all tokens that have none, or as many as a step computes, and lets the
+        connector copy."""
+        scheduler, new = self.vllm_config.scheduler_config, []
+        most = scheduler.long_prefill_token_threshold or scheduler.max_num_batched_tokens
         for each in requests:
             if each.num_computed < 0:
                 new.append(each)
                 self._begin(each)
-            while len(each.block_ids) * size < len(each.tokens):
-                each.block_ids.append(self._allocate())
+            self._pass(each, each.num_computed)
+            each.num_after = min(len(each.tokens), each.num_computed + most)
+            self._have(each, each.num_after)
+            self._cache(each)
         if self.connectors:
             self._connect(requests, new)
         else:
             self._forward(requests)
         for each in requests:
-            each.num_computed = len(each.tokens)
+            each.num_computed = each.num_after
+
+    def _first_read(self, group: int, num_computed: int) -> int:
+        """The first row of it that the token after so many reads."""
+        size, window = self.vllm_config.cache_config.block_size, self.windows[group]
+        return max(0, num_computed - window + 1) // size if window else 0
+
+    def _pass(self, request: _Request, num_computed: int) -> None:
+        for group, blocks in enumerate(request.block_ids):
+            for row in range(min(len(blocks), self._first_read(group, num_computed))):
+                self._leave(blocks[row])
+                blocks[row] = 0
+
+    def _have(self, request: _Request, num_tokens: int) -> None:
+        for blocks in request.block_ids:
+            while len(blocks) * self.vllm_config.cache_config.block_size < num_tokens:
+                blocks.append(self._allocate())
 
     def _allocate(self) -> int:
         while not self.free:  # what is cached alone
@@ -348,37 +388,63 @@ class LLMEngine:
         self.users[block] = 1
         return block
 
+    def _leave(self, block: int) -> None:
+        if block:
+            self.users[block] -= 1
+            self._free_unused(block)
+
     def _free_unused(self, block: int) -> None:
         if not self.users[block] and block not in self.cached.values():
             self.free.append(block)
 
-    def _uncache(self, name: int) -> None:
-        block = self.cached.pop(name)
+    def _uncache(self, known_as: tuple[int, int]) -> None:
+        block = self.cached.pop(known_as)
         self._free_unused(block)
-        self.publisher.publish(
-            SimpleNamespace(events=[BlockRemoved(block_hashes=[name], group_idx=0)])
-        )
+        group, name = known_as
+        event = BlockRemoved(block_hashes=[name], group_idx=group)
+        self.publisher.publish(SimpleNamespace(events=[event]))
+
+    def _hits(self, request: _Request) -> list[list[int]]:
+        """Blocks of the longest beginning of which each group has cached what it reads."""
+        size = self.vllm_config.cache_config.block_size
+        names = [name for name, *_ in self._names(request)]
+        groups = range(len(self.windows))
+
+        def lacks(rows: int) -> bool:
+            return any(
+                (group, names[row]) not in self.cached
+                for group in groups
+                for row in range(self._first_read(group, rows * size), rows)
+            )
+
+        end = len(names)
+        while lacks(end):
+            end -= 1
+        firsts = [self._first_read(group, end * size) for group in groups]
+        return [
+            [0] * first + [self.cached[group, name] for name in names[first:end]]
+            for group, first in enumerate(firsts)
+        ]
 
     def _begin(self, request: _Request) -> None:
         size = self.vllm_config.cache_config.block_size
-        hits = []
-        for name, *_ in self._names(request):
-            if name not in self.cached:
-                break
-            hits.append(self.cached[name])
-            self.users[hits[-1]] += 1
-        request.num_computed = request.num_cached = len(hits) * size
-        rest = -(-len(request.tokens) // size) - len(hits)
-        request.block_ids = hits + [self._allocate() for _ in range(rest)]
+        request.block_ids = self._hits(request)
+        for block in chain.from_iterable(request.block_ids):
+            self.users[block] = self.users.get(block, 0) + 1
+        request.num_computed = request.num_cached = len(request.block_ids[0]) * size
         if self.connectors:
             asked = self.connectors[0]
             more, _ = asked.get_num_new_matched_tokens(request, request.num_cached)
+            end = request.num_cached + more
+            self._pass(request, end)
+            for group, blocks in enumerate(request.block_ids):  # only what is read
+                blocks += [0] * (min(self._first_read(group, end), end // size) - len(blocks))
+            self._have(request, end)
             asked.update_state_after_alloc(request, None, more)
-            request.num_computed = request.num_cached = request.num_cached + more
-        self._cache(request)
+            request.num_computed = request.num_cached = end
 
     def _connect(self, requests: list[_Request], new: list[_Request]) -> None:
-        tables = {each.request_id: (each.block_ids,) for each in requests}
+        tables = {each.request_id: tuple(each.block_ids) for each in requests}
         known = [each for each in requests if each not in new]
         output = SimpleNamespace(
             scheduled_new_reqs=[
@@ -389,7 +455,7 @@ class LLMEngine:
                 req_ids=[each.request_id for each in known],
                 num_computed_tokens=[each.num_computed for each in known],
             ),
-            num_scheduled_tokens={r.request_id: len(r.tokens) - r.num_computed for r in requests},
+            num_scheduled_tokens={r.request_id: r.num_after - r.num_computed for r in requests},
             scheduled_spec_decode_tokens={},
             kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
         )
@@ -404,7 +470,7 @@ class LLMEngine:
 
     def _forward(self, requests: list[_Request]) -> None:
         for each in requests:
-            self._write(each, each.num_computed, len(each.tokens))
+            self._write(each, each.num_computed, each.num_after)
 
     def _write(self, request: _Request, first: int, end: int) -> None:
         size = self.vllm_config.cache_config.block_size
@@ -415,26 +481,31 @@ class LLMEngine:
                 place[:] = kv + number
 
     def _reads_its_own(self, request: _Request, end: int) -> bool:
-        size = self.vllm_config.cache_config.block_size
+        size, known = self.vllm_config.cache_config.block_size, request.lora + self.weights
         return all(
-            bool(
-                (
-                    place == kv_of(request.tokens[: at + 1], request.lora + self.weights) + number
-                ).all()
-            )
+            bool((place == kv_of(request.tokens[: at + 1], known) + number).all())
             for at in range(size - 1, end, size)
-            for place, number in self._places(request, at)
+            for place, number in self._places(request, at, end)
         )
 
-    def _places(self, request: _Request, at: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Where KV of a token is, of each layer and head, and what tells these apart."""
+    def _places(
+        self, request: _Request, at: int, end: int = 0
+    ) -> Iterator[tuple[torch.Tensor, int]]:
+        """Where KV of a token is, of each layer and head of each group that reads it after `end`,
+        and what tells these apart."""
         size = self.vllm_config.cache_config.block_size
-        block, slot = request.block_ids[at // size], at % size
-        for rank, layers in enumerate(self.kv):
-            for number, layer in enumerate(layers):
-                for own in range(layer.shape[1]):
-                    head = rank * NUM_HEADS // len(self.kv) + own
-                    yield layer[block, own, slot], number + NUM_LAYERS * head
+        for group, blocks in enumerate(request.block_ids):
+            if at // size < self._first_read(group, end):
+                continue
+            block, slot = blocks[at // size], at % size
+            for rank, layers in enumerate(self.kv):
+                for number, layer in enumerate(layers):
+                    for own in range(layer.shape[1]):
+                        head = rank * NUM_HEADS // len(self.kv) + own
+                        yield (
+                            layer[block, own, slot],
+                            number + NUM_LAYERS * (head + NUM_HEADS * group),
+                        )
 
     def _advance(self, request: _Request) -> Any:
         params, is_first = request.params, request.num_drawn == 0
@@ -503,33 +574,48 @@ class LLMEngine:
     def _cache(self, request: _Request) -> None:
         """Its full blocks, whose events are published."""
         size, events = self.vllm_config.cache_config.block_size, []
-        for (name, parent, tokens), block in zip(
-            self._names(request), request.block_ids, strict=False
-        ):
-            self.cached[name] = self.cached.pop(name, block)
-            images = [(each.image, 0) for each in tokens if isinstance(each, ImageToken)]
-            salt = [request.salt] if request.salt and parent is None else []
-            keys = [(*((request.lora,) if request.lora else ()), *images, *salt) or None]
-            about = {"block_size": size, "extra_keys": keys, "group_idx": 0}
-            events.append(
-                BlockStored(
-                    block_hashes=[name], parent_block_hash=parent, token_ids=tokens, **about
+        num_rows = request.num_after // size
+        for group, blocks in enumerate(request.block_ids):
+            rows = zip(self._names(request), blocks[:num_rows], strict=False)
+            for (name, parent, tokens), block in rows:
+                if not block:
+                    continue
+                self.cached[group, name] = self.cached.pop((group, name), block)
+                images = [(each.image, 0) for each in tokens if isinstance(each, ImageToken)]
+                salt = [request.salt] if request.salt and parent is None else []
+                keys = [(*((request.lora,) if request.lora else ()), *images, *salt) or None]
+                about = {"block_size": size, "extra_keys": keys, "group_idx": group}
+                events.append(
+                    BlockStored(
+                        block_hashes=[name], parent_block_hash=parent, token_ids=tokens, **about
+                    )
                 )
-            )
         self.publisher.publish(SimpleNamespace(events=events))
 
 
 def _connectors(transfer: Any, workers: list[Any], kv: list[list[torch.Tensor]]) -> list[Any]:
     made_by = getattr(import_module(transfer.kv_connector_module_path), transfer.kv_connector)
-    names = [f"layer {number}" for number in range(NUM_LAYERS)]
-    spec = SimpleNamespace(num_kv_heads=kv[0][0].shape[1])
-    group = SimpleNamespace(layer_names=names, kv_cache_spec=spec)
-    sizes = {"num_blocks": len(kv[0][0]), "kv_cache_groups": [group], "kv_cache_layout": "LBHNC"}
+    shape = kv[0][0].shape
+    about = {
+        "num_kv_heads": shape[1],
+        "block_size": shape[2],
+        "head_size": WIDTH,
+        "dtype": kv[0][0].dtype,
+        "page_size_bytes": kv[0][0][0].nbytes,
+    }
+    groups, names = [], []
+    for number, window in enumerate(LLMEngine.windows):
+        kind = "sliding_window" if window else "full_attention"
+        spec = SimpleNamespace(**about, kind=kind, sliding_window=window or None)
+        names.append([f"layer {layer} of group {number}" for layer in range(NUM_LAYERS)])
+        groups.append(SimpleNamespace(layer_names=names[-1], kv_cache_spec=spec))
+    sizes = {"num_blocks": len(kv[0][0]), "kv_cache_groups": groups, "kv_cache_layout": "LBHNC"}
     cache = SimpleNamespace(**sizes)
     made = [made_by(workers[0].vllm_config, KVConnectorRole.SCHEDULER, cache)]
     for worker, layers in zip(workers, kv, strict=True):
         made.append(made_by(worker.vllm_config, KVConnectorRole.WORKER, cache))
-        made[-1].register_kv_caches(dict(zip(names, layers, strict=True)))
+        caches = (zip(own, layers, strict=True) for own in names)  # groups share their memory
+        made[-1].register_kv_caches(dict(chain.from_iterable(caches)))
     return made
 
 
@@ -549,7 +635,10 @@ def ask(python: str, asked: Mapping[str, Any], variables: Mapping[str, str]) -> 
         weights_bytes=1 << 20,
         bytes_per_block=NUM_LAYERS * NUM_HEADS * size * WIDTH * 4,
         num_kv_heads=NUM_HEADS,
-        groups=(GroupForm("full", NUM_LAYERS, 0, size, "float32"),),
+        groups=tuple(
+            GroupForm("window" if window else "full", NUM_LAYERS, window, size, "float32")
+            for window in LLMEngine.windows
+        ),
         why_not=why_not,
     )
 
@@ -595,12 +684,17 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "KVConnectorBase_V1": KVConnectorBase_V1,
             "KVConnectorMetadata": KVConnectorMetadata,
             "KVConnectorRole": KVConnectorRole,
+            "SupportsHMA": SupportsHMA,
         },
         "vllm.distributed.kv_events": {
             "EventPublisher": EventPublisher,
             "EventPublisherFactory": EventPublisherFactory,
         },
         "vllm.v1": {},
+        "vllm.v1.kv_cache_interface": {
+            "get_kv_cache_spec_kind": lambda spec: SimpleNamespace(value=spec.kind),
+            "get_kv_cache_spec_sliding_window": lambda spec: spec.sliding_window,
+        },
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
         "vllm.lora": {},
         "vllm.lora.request": {"LoRARequest": LoRARequest},
@@ -623,6 +717,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EventPublisherFactory, "registered", {})
     patch.setattr(LLMEngine, "made", [])
     patch.setattr(LLMEngine, "turns", None)
+    patch.setattr(LLMEngine, "windows", (0,))
     patch.setattr(LLMEngine, "fails", "")
 
 

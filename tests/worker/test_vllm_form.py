@@ -32,6 +32,7 @@ from kvrelay.decode_worker.vllm.plan import (
 )
 from kvrelay.decode_worker.vllm.ranks import RankCopies
 from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.engine.kv.window import Windows
 from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.worker.kv_plan import GIB, BuildError, check_memory
 from tests.worker.test_vllm_worker import CONFIG
@@ -138,6 +139,8 @@ def test_lines_for_people_say_why_kv_stays() -> None:
     assert "30 layers of the last 64 tokens, 30 layers of states" in first
     assert why.strip() == "it stays in vLLM's memory: layers are recurrent"
     assert form_lines(WHOLE, []) == []
+    whole = structs.replace(WHOLE, why_all="heads of two sizes")
+    assert "layers with windows keep all tokens: heads of two sizes" in form_lines(whole, [info])[1]
 
 
 def test_processes_of_vllm_are_counted_by_all_that_divides_a_model() -> None:
@@ -259,11 +262,11 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     torch.manual_seed(0)
     layers = [tensors()[each] for each in which]
     before = [each.clone() for each in layers]
-    copies = Copies()
+    copies = Copies(windows=Windows.of(32))
     rank = RankCopies(0, copies.copied)
     rank.register({str(index): each for index, each in enumerate(layers)}, 10)
     copies.layers = rank.forms
-    spec = copies.spec(32, 2)
+    spec = copies.spec(2)
     assert spec is not None
     num_bytes = sum(each.numel() * each.element_size() for each in layers) // 10
     assert num_bytes <= spec.bytes_per_block < num_bytes + 2 * 32
@@ -274,7 +277,7 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     rank.use(pool)
     tokens = tuple(range(96))
     assert not copies.begin(Begin("a", tokens, "", {}, (5, 0, 3)), lambda: None)
-    rank.save(copies.plan([Move("a", [7, 2, 9], range(0), 96)], 32))
+    rank.save(copies.plan([Move("a", [[7, 2, 9]], range(0), 96)]))
     copied = said.get(timeout=60)
     assert isinstance(copied, Copied)
     copies.end("a")
@@ -284,7 +287,7 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     assert copies.begin(begin, lambda: said.put("compared"))
     assert said.get(timeout=60) == "compared"
     assert copies.check("b", 0, 3) == range(3)
-    step = copies.plan([Move("b", [1, 4, 8], range(3), 96)], 32)
+    step = copies.plan([Move("b", [[1, 4, 8]], range(3), 96)])
     rank.load(step)
     rank.save(step)
     copies.end("b")  # not before it has been loaded
@@ -305,7 +308,7 @@ def test_layers_without_a_part_for_each_block_are_not_copied() -> None:
     rank = RankCopies(0, lambda *_: None)
     rank.register({"0": torch.zeros(7, 3), "1": torch.zeros(10, 3)}, 10)
     assert rank.forms == []
-    assert Copies(layers=rank.forms).spec(32, 1) is None
+    assert Copies(layers=rank.forms).spec(1) is None
 
 
 def test_spare_is_of_each_process() -> None:

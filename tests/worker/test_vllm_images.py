@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.roles import ROLES
+from kvrelay.decode_worker.vllm import images as reading
 from kvrelay.decode_worker.vllm.build import build
 from kvrelay.engine.images import FIRST_STAND_IN, Expanded, Image, Images
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
@@ -22,7 +23,7 @@ from kvrelay.engine.request import Refusal
 from tests.local.test_local import model_dir as model_dir
 from tests.support import vllm_stand_in
 from tests.support.local import Completion, LocalCluster
-from tests.support.vllm_stand_in import IMAGE_MARK, IMAGE_TOKEN, ImageToken
+from tests.support.vllm_stand_in import IMAGE_MARK, IMAGE_TOKEN, ImageToken, LLMEngine
 from tests.worker.test_vllm_worker import GREEDY, HANDS_OVER, VLLM, assert_clean, greedy
 from tests.worker.test_vllm_worker import cluster as cluster
 
@@ -106,6 +107,29 @@ def test_two_images_never_share_a_block_and_one_image_hits(alone: LocalCluster) 
         again = asked(alone, image).result(30.0)
         assert again.tokens == expected(image)
         assert again.num_cached_tokens == 128  # all full blocks
+    assert_clean(alone)
+
+
+def test_an_image_is_read_once_as_long_as_vllm_has_what_it_made_of_it(
+    alone: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    was_read: list[bytes] = []
+    read = reading.read
+
+    def count(index: int, image: Image) -> Any:
+        was_read.append(image.digest)
+        return read(index, image)
+
+    monkeypatch.setattr(reading, "read", count)
+    image = png(1)
+    for _ in range(3):
+        assert asked(alone, image).result(30.0).tokens == expected(image)
+    assert len(was_read) == 2, "for its tokens, and to compute it"
+    [engine] = LLMEngine.made
+    for each in engine.renderer.cached.values():
+        each.clear()  # it has room for so many
+    assert asked(alone, image).result(30.0).tokens == expected(image)
+    assert len(was_read) == 4
     assert_clean(alone)
 
 

@@ -32,6 +32,7 @@ from kvrelay.decode_worker.vllm.ranks import (
     make_shared_pool,
 )
 from kvrelay.engine.config import ModelSection
+from kvrelay.engine.kv.window import Windows
 from kvrelay.kvtransfer.layout import BlockLayout
 from tests.local.test_local import model_dir as model_dir
 from tests.support import vllm_stand_in
@@ -122,14 +123,14 @@ def made(
     """All ranks, and the NUM_LAYERS layers that they divide."""
     torch.manual_seed(0)
     whole = [torch.randn(NUM_BLOCKS, num_heads, SIZE, WIDTH) for _ in range(NUM_LAYERS)]
-    copies, each = Copies(), NUM_LAYERS // stages
+    copies, each = Copies(windows=Windows.of(SIZE)), NUM_LAYERS // stages
     ranks = [
         Rank(copies, whole[stage * each :][:each], stage * size + rank, size, layout)
         for stage in range(stages)
         for rank in range(size)
     ]
     copies.layers, at = join_forms([each.copies.forms for each in ranks], size)
-    spec = copies.spec(SIZE, num_heads)
+    spec = copies.spec(num_heads)
     assert spec is not None
     pool = make_shared_pool(4, spec.bytes_per_block)
     copies.use(pool.open(), BlockLayout(spec).share(0, 1), len(ranks))
@@ -147,7 +148,7 @@ def copied_and_back(
     copies.report = said.put
     tokens = tuple(range(2 * SIZE))
     copies.begin(Begin("a", tokens, "", {}, (3, 1)), lambda: None)
-    step = copies.plan([Move("a", [7, 2], range(0), len(tokens))], SIZE)
+    step = copies.plan([Move("a", [[7, 2]], range(0), len(tokens))])
     for rank in ranks:
         rank.copies.save(step)
     copied = said.get(timeout=60)
@@ -158,7 +159,7 @@ def copied_and_back(
     begin = Begin("b", tokens, "", {}, (3, 1), copied.checksums)
     copies.begin(begin, lambda: said.put("compared"))
     assert said.get(timeout=60) == "compared"
-    step = copies.plan([Move("b", [4, 5], range(2), len(tokens))], SIZE)
+    step = copies.plan([Move("b", [[4, 5]], range(2), len(tokens))])
     for rank in ranks:
         rank.copies.load(step)
         rank.copies.save(step)
@@ -206,7 +207,7 @@ def test_a_rank_that_makes_no_copies_any_more_ends_the_worker() -> None:
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     copies.report = said.put
     copies.begin(Begin("a", tuple(range(SIZE)), "", {}, (4,)), lambda: None)  # there is no row 4
-    step = copies.plan([Move("a", [7], range(0), SIZE)], SIZE)
+    step = copies.plan([Move("a", [[7]], range(0), SIZE)])
     ranks[1].copies.save(step)
     lost = said.get(timeout=60)
     assert isinstance(lost, EngineLost)
