@@ -199,8 +199,8 @@ def write_latent(dtype: torch.dtype) -> Callable[[], None]:
 
 
 def recurrent(kind: str, groups: int, dims: tuple[int, int], rule: bool) -> Callable[[], object]:
-    """The launches of a layer with 32 heads; dims: of keys and values. A decode's, and those of a
-    prompt's chunks."""
+    """The launches of a layer with 32 heads; dims: of keys and values. A decode's, those of a
+    prompt's chunks, and that of a pass with drafts."""
     keys, values = dims
     channels = 2 * groups * keys + 32 * values
     shape = Recurrent(kind, 4, channels, False, 32, groups, keys, values)
@@ -217,9 +217,15 @@ def recurrent(kind: str, groups: int, dims: tuple[int, int], rule: bool) -> Call
     where = Where(torch.zeros(64, 32, dtype=torch.int32), longs, longs, ints, ints, chunks)
     x, beta = (torch.zeros(64, width, dtype=torch.bfloat16) for width in (channels, 32))
     decay = beta if by_keys == 1 else torch.zeros(64, 32 * keys, dtype=torch.bfloat16)
-    if rule:
-        return lambda: made.delta_rule(DeltaRows(x, decay, beta), weights, 0, where)
-    return lambda: made.convolve(x, weights, 0, where, silu=True)
+    verified, rows = where._replace(chunks=None, keeps=True), DeltaRows(x, decay, beta)
+
+    def launches() -> None:
+        for each in (where, verified):
+            made.convolve(x, weights, 0, each, silu=True)
+            if rule:
+                made.delta_rule(rows, weights, 0, each)
+
+    return launches
 
 
 def int8_linear(rows: int) -> Callable[[], object]:

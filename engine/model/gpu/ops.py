@@ -334,7 +334,19 @@ class TritonOps(TensorOps):
         batch, group = self._batch, self._first_states + self._states.group(layer)
         assert batch is not None
         places = (batch.tables_of(group), batch.slots_of(group), batch.positions)
+        if batch.passed is not None:
+            return Where(*places, batch.query_start, batch.passed, keeps=True)
         return Where(*places, batch.query_start, batch.query_len, self._chunks)
+
+    def replay(self, batch: Batch, counts: torch.Tensor) -> None:
+        """Recurrent layers pass again the first `counts` [S] rows of each sequence of the last
+        pass, which had `batch` and kept them, and store states. int32, on the device; 0: none."""
+        assert self._recurrent is not None
+        self._batch = batch
+        for layer in self._config.recurrent_layers:
+            where = self._where(layer)  # rows with counts have states, so their slots may be any
+            where = where._replace(slots=batch.positions, query_len=counts, keeps=False)
+            self._recurrent.replay(layer, where)
 
     def experts(self, gate_ups: Stacked, downs: Stacked) -> mixture.ExpertWeights:
         if isinstance(gate_ups, Mxfp4) and isinstance(downs, Mxfp4):  # less than int8 and FP8

@@ -10,6 +10,8 @@ prompts go through `recurrent_chunks`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -25,9 +27,22 @@ from kvrelay.engine.model.state_layout import Recurrent
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 
+KEPT_ROWS = 64  # of a pass whose draft tokens are verified: what layers are given is kept
+READS = -2  # in place of a slot: the sequence's state is read, and stays as it is
 CHANNELS = 128  # a program has so many
 ROWS = 8  # tokens that a program computes at once
 COLUMNS = 16  # a program has so many of a head's memory
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a layer was given in the last pass that keeps it: [KEPT_ROWS, width] each."""
+
+    weights: RecurrentWeights
+    silu: bool
+    x: torch.Tensor
+    decay: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
 
 
 class GpuRecurrent:
@@ -42,6 +57,7 @@ class GpuRecurrent:
         copies = [run.copies for run in runs for _ in range(run.width)]
         self._copies = torch.tensor(copies, dtype=torch.int32, device=device)
         self._most_copies = max(copies)
+        self._kept: dict[int, Kept] = {}  # made in a layer's first call, before a graph is captured
 
     def convolve(
         self, x: torch.Tensor, weights: RecurrentWeights, layer: int, where: Where, silu: bool
@@ -50,9 +66,12 @@ class GpuRecurrent:
         assert x.stride(1) == 1
         kernel, channels = weights.conv.shape
         out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-        blocks, (tables, *_, query_len, chunks) = triton.cdiv(channels, CHANNELS), where
+        blocks, chunks = triton.cdiv(channels, CHANNELS), where.chunks
+        kept = self._kept.get(layer)
+        if kept is None:
+            kept = self._kept[layer] = Kept(weights, silu, _rows_like(x))
         launches: list[tuple[torch.Tensor | None, int, int, int, bool, bool]] = [
-            (None, len(query_len), 1, 1, True, True)
+            (None, len(where.query_len), 1, 1, True, True)
         ]
         if chunks is not None:  # several programs read a state: it is stored when all have
             launches += [
@@ -62,11 +81,11 @@ class GpuRecurrent:
         for items, count, tiles, rows, computes, stores in launches:
             _convolve[(count, blocks, tiles)](
                 x, weights.conv, weights.conv_bias, out, self._pool.conv(layer), self._at,
-                self._copies, *where[:5], items, x.stride(0), channels, tables.stride(0),
-                self._pool.stride, self._pool.unit_stride, self._pool.layout.unit_channels,
-                self._most_copies, self._block_size, KERNEL=kernel, SILU=silu, ROWS=rows,
-                CHANNELS=CHANNELS, COMPUTES=computes, STORES=stores, SINGLE=chunks is not None,
-                num_warps=4,
+                self._copies, *where[:5], items, kept.x if where.keeps else None, x.stride(0),
+                channels, where.tables.stride(0), self._pool.stride, self._pool.unit_stride,
+                self._pool.layout.unit_channels, self._most_copies, self._block_size,
+                KERNEL=kernel, SILU=silu, ROWS=rows, CHANNELS=CHANNELS, COMPUTES=computes,
+                STORES=stores, SINGLE=chunks is not None, num_warps=4,
             )  # fmt: skip
         return out
 
@@ -79,19 +98,35 @@ class GpuRecurrent:
         assert qkv.stride(1) == decay.stride(1) == beta.stride(1) == 1
         heads, dim = shape.num_heads, shape.value_dim
         out = torch.empty((len(qkv), heads * dim), dtype=qkv.dtype, device=qkv.device)
+        kept = self._kept[layer]
+        if kept.decay is None or kept.beta is None:
+            kept.decay, kept.beta = _rows_like(decay), _rows_like(beta)
+        keeps = (kept.decay, kept.beta) if where.keeps else (None, None)
         _delta_rule[(len(where.query_len), heads, triton.cdiv(dim, COLUMNS))](
             qkv, decay, beta, weights.rate, weights.decay_bias, weights.skip, out,
-            self._pool.memory_of(layer), *where[:5], qkv.stride(0), decay.stride(0), beta.stride(0),
-            where.tables.stride(0), self._pool.stride, self._pool.unit_stride, self._block_size,
-            heads, shape.num_key_heads, self._pool.layout.num_heads, shape.key_dim, dim,
-            SCALE=shape.key_dim**-0.5, BY_KEYS=decay.shape[1] > heads,
-            KEYS=triton.next_power_of_2(shape.key_dim), COLUMNS=COLUMNS,
-            SINGLE=where.chunks is not None, num_warps=4,
+            self._pool.memory_of(layer), *where[:5], *keeps, qkv.stride(0),
+            decay.stride(0), beta.stride(0), where.tables.stride(0), self._pool.stride,
+            self._pool.unit_stride, self._block_size, heads, shape.num_key_heads,
+            self._pool.layout.num_heads, shape.key_dim, dim, SCALE=shape.key_dim**-0.5,
+            BY_KEYS=decay.shape[1] > heads, KEYS=triton.next_power_of_2(shape.key_dim),
+            COLUMNS=COLUMNS, SINGLE=where.chunks is not None, num_warps=4,
         )  # fmt: skip
         if where.chunks is not None:
             size = self._block_size
             scan_chunks(rows, weights, shape, self._pool, layer, size, where, out)
         return out
+
+    def replay(self, layer: int, where: Where) -> None:
+        """Passes again the first rows of what was kept of each sequence, and stores states."""
+        kept, count = self._kept[layer], len(where.positions)
+        mixed = self.convolve(kept.x[:count], kept.weights, layer, where, kept.silu)
+        if kept.decay is not None and kept.beta is not None:
+            rows = DeltaRows(mixed, kept.decay[:count], kept.beta[:count])
+            self.delta_rule(rows, kept.weights, layer, where)
+
+
+def _rows_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty((KEPT_ROWS, x.shape[1]), dtype=x.dtype, device=x.device)
 
 
 @triton.jit
@@ -99,9 +134,9 @@ def _begin(seq, tables, slots, positions, query_start, query_len, table_stride, 
     """The sequence's first row, tokens and position, the slot of the state before, whether there is
     one, whether something is stored, and the sequence's table."""
     first, count = tl.load(query_start + seq).to(tl.int64), tl.load(query_len + seq)
-    start, stores = tl.load(positions + first), tl.load(slots + first) >= 0
-    table = tables + seq * table_stride
-    has_state = (start > 0) & stores
+    start, into = tl.load(positions + first), tl.load(slots + first)
+    table, stores = tables + seq * table_stride, into >= 0
+    has_state = (start > 0) & (into != -1)
     row = tl.maximum(start - 1, 0) // block_size
     slot = tl.load(table + row, mask=has_state, other=0).to(tl.int64)
     return first, count, start, slot, has_state, stores, table
@@ -119,7 +154,7 @@ def _inputs(x, before, index, first, x_stride, row_stride, channel, inside, has_
 @triton.jit(do_not_specialize=["table_stride", "most_copies", "block_size"])
 def _convolve(
     x, weight, bias, y, state, at, copies, tables, slots, positions, query_start, query_len, items,
-    x_stride, channels, table_stride, slot_stride, unit_stride, row_stride, most_copies,
+    kept_x, x_stride, channels, table_stride, slot_stride, unit_stride, row_stride, most_copies,
     block_size, KERNEL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
     CHANNELS: tl.constexpr, COMPUTES: tl.constexpr, STORES: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +167,7 @@ def _convolve(
     first, count, start, slot, has_state, stores, table = _begin(
         seq, tables, slots, positions, query_start, query_len, table_stride, block_size
     )
-    if SINGLE and (items is None) & (count > 1):
+    if (count == 0) | (SINGLE and (items is None) & (count > 1)):
         return
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
@@ -157,6 +192,10 @@ def _convolve(
                 )  # fmt: skip
             if SILU:
                 total *= tl.sigmoid(total)
+            if kept_x is not None:
+                own = x + (first + t) * x_stride + channel[None, :]
+                to = kept_x + (first + t) * channels + channel[None, :]
+                tl.store(to, tl.load(own, mask=here), mask=here)
             out = y + (first + t) * channels + channel[None, :]
             tl.store(out, total.to(y.dtype.element_ty), mask=here)
     if STORES and stores:
@@ -182,9 +221,10 @@ def _convolve(
 @triton.jit(do_not_specialize=["table_stride", "block_size"])
 def _delta_rule(
     qkv, decay, beta, rate, decay_bias, skip, y, state, tables, slots, positions, query_start,
-    query_len, qkv_stride, decay_stride, beta_stride, table_stride, slot_stride, unit_stride,
-    block_size, num_heads, num_key_heads, unit_heads, key_dim, value_dim, SCALE: tl.constexpr,
-    BY_KEYS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, SINGLE: tl.constexpr,
+    query_len, kept_decay, kept_beta, qkv_stride, decay_stride, beta_stride, table_stride,
+    slot_stride, unit_stride, block_size, num_heads, num_key_heads, unit_heads, key_dim, value_dim,
+    SCALE: tl.constexpr, BY_KEYS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(0).to(tl.int64)
     first, count, start, slot, has_state, stores, table = _begin(
@@ -213,16 +253,23 @@ def _delta_rule(
         if BY_KEYS:
             at = head * key_dim + k
             number = tl.load(decay + row * decay_stride + at, mask=is_key, other=0.0)
+            if kept_decay is not None:
+                tl.store(kept_decay + row * num_heads * key_dim + at, number, mask=is_key)
             offset = tl.load(decay_bias + at, mask=is_key, other=0.0)
             memory *= tl.exp(factor * softplus(number.to(tl.float32) + offset))[:, None]
         else:
-            number = tl.load(decay + row * decay_stride + head).to(tl.float32)
-            step = softplus(number + tl.load(decay_bias + head))
+            number = tl.load(decay + row * decay_stride + head)
+            if kept_decay is not None:
+                tl.store(kept_decay + row * num_heads + head, number)
+            step = softplus(number.to(tl.float32) + tl.load(decay_bias + head))
             memory *= tl.exp(factor * step)
         if skip is None:
             query *= SCALE * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
-            step = tl.sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
+            number = tl.load(beta + row * beta_stride + head)
+            if kept_beta is not None:
+                tl.store(kept_beta + row * num_heads + head, number)
+            step = tl.sigmoid(number.to(tl.float32))
             added = value - tl.sum(memory * key[:, None], axis=0)
         else:
             added = value

@@ -51,11 +51,12 @@ class Where(NamedTuple):
     """Where the tokens of a step are; on the device."""
 
     tables: torch.Tensor  # [S, widest] int32, of the group of layers
-    slots: torch.Tensor  # [N] int64; negative: nothing is stored for the sequence
+    slots: torch.Tensor  # [N] int64; READS: the state is not changed; NO_STATE: there is none
     positions: torch.Tensor  # [N] int64
     query_start: torch.Tensor  # [S] int32
-    query_len: torch.Tensor  # [S] int32
+    query_len: torch.Tensor  # [S] int32; 0: the row is passed with those of the one before
     chunks: Chunks | None = None  # of longer sequences; None: there are none
+    keeps: bool = False  # what layers are given is kept, to be passed again
 
 
 def list_chunks(
@@ -270,7 +271,7 @@ def _learn(
             key *= left[:, None]
             before *= rest
         after = tl.dot(tl.trans(key), added, before, input_precision=PRECISION)
-        learned = learned + (after,)  # noqa: RUF005
+        learned = learned + (after,)  # type: ignore[assignment]  # noqa: RUF005
     return learned
 
 
@@ -288,7 +289,7 @@ def _loaded(
     memory = ()
     for part in tl.static_range(PARTS):
         cells, inside = _cells(state, part, key_dim, value_dim, v, PART)
-        memory = memory + (tl.load(cells, mask=inside & has_state, other=0.0),)  # noqa: RUF005
+        memory = memory + (tl.load(cells, mask=inside & has_state, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     return memory
 
 

@@ -1,6 +1,7 @@
 """Recurrent layers on a GPU beside plain torch: interpreted where there is no GPU."""
 
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from kvrelay.engine.model.batch import Batch, Limits
 from kvrelay.engine.model.gpu.ops import TritonOps
+from kvrelay.engine.model.gpu.recurrent import READS
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import (
     GATED_DELTA_NET,
@@ -55,6 +57,7 @@ class Case:
         self, kind: str, groups: int, dtype=torch.float32, parts=PARTS, decay=1.0, keys=24
     ) -> None:
         torch.manual_seed(3)
+        self.chained = False  # the rule is given what the convolution gives, as in a model
         self.dtype, shape = dtype, shape_of(kind, groups, keys)
         self.config = config_of(heads=4, kv_heads=2)
         self.config = replace(self.config, recurrent=shape, layer_kinds=("attention", kind))
@@ -91,7 +94,8 @@ class Case:
             return [ops.convolve(qkv, self.weights, 1, silu=False)]
         mixed = ops.convolve(qkv, self.weights, 1, silu=True)
         # The rule is given the same by both, so what is compared is not what a rounding did.
-        return [mixed, ops.delta_rule(DeltaRows(qkv, decay, beta), self.weights, 1)]
+        given = mixed if self.chained else qkv
+        return [mixed, ops.delta_rule(DeltaRows(given, decay, beta), self.weights, 1)]
 
 
 def batch_of(parts=PARTS, size=SIZE) -> Batch:
@@ -205,6 +209,68 @@ def test_rows_that_only_fill_up_a_pass_change_no_state(kind, groups):
     assert torch.equal(states, case.memory)
 
 
+# First position, draft tokens, and how many rows are right: within a block, at its first token,
+# with no right draft, without drafts, and at a sequence's first token.
+DRAFTED = ((5, 2, 3), (8, 3, 2), (9, 2, 1), (2, 0, 1), (0, 1, 2))
+
+
+def with_drafts(limits: Limits, tables: list[list[int]], order: tuple[int, ...]) -> Batch:
+    """A pass over sequences in this order, as `DecodePasses` has it."""
+    seqs, passed, slots = [], [], []
+    for seq in order:
+        start, drafts, _ = DRAFTED[seq]
+        seqs += [
+            scheduled([1], at, tables[seq], request_id=str(at))
+            for at in range(start, start + drafts + 1)
+        ]
+        passed += [1 + drafts] + [0] * drafts
+        slots += [READS if drafts else 0] * (1 + drafts)
+    batch = Batch.from_step(Step(0, seqs), limits, DEVICE)
+    kept = torch.tensor(slots).to(DEVICE)
+    more = torch.where(kept < 0, kept, batch.more_slots[0])[None]
+    return replace(
+        batch, more_slots=more, passed=torch.tensor(passed, dtype=torch.int32).to(DEVICE)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [(GATED_DELTA_NET, 1), (KIMI_DELTA_ATTENTION, 2), (MAMBA2, 1), (SHORT_CONVOLUTION, 2)],
+)
+def test_drafts_leave_the_states_that_there_are_without_them_in_any_order_of_rows(kind, groups):
+    case = Case(kind, groups)
+    case.chained = True
+    tables = [[*range(6 * seq, 6 * seq + 6)] for seq in range(len(DRAFTED))]
+    firsts = [sum(1 + drafts for _, drafts, _ in DRAFTED[:seq]) for seq in range(len(DRAFTED))]
+    single, expected = case.ops(TritonOps)
+    outputs = {}
+    for seq, (start, _, right) in enumerate(DRAFTED):
+        for at in range(right):
+            one = scheduled([1], start + at, tables[seq], request_id="a")
+            row = firsts[seq] + at
+            batch = Batch.from_step(Step(0, [one]), LIMITS, DEVICE)
+            outputs[row] = case.run(single, batch, slice(row, row + 1))
+    for order in permutations(range(3)):
+        order = (*order[:2], 3, order[2], 4)
+        rows = [firsts[seq] + at for seq in order for at in range(1 + DRAFTED[seq][1])]
+        ours, got = case.ops(TritonOps)
+        batch = with_drafts(LIMITS, tables, order)
+        found = case.run(ours, batch, rows)
+        for seq in order:
+            for at in range(DRAFTED[seq][2]):
+                row = firsts[seq] + at
+                for each, wanted in zip(found, outputs[row], strict=True):
+                    assert torch.equal(each[rows.index(row)], wanted[0])
+        counts = [
+            DRAFTED[seq][2] if DRAFTED[seq][1] and at == 0 else 0
+            for seq in order
+            for at in range(1 + DRAFTED[seq][1])
+        ]
+        ours.replay(batch, torch.tensor(counts, dtype=torch.int32).to(DEVICE))
+        assert torch.equal(got, expected)
+
+
 LONG = [  # PYTHONPATH=. pytest -m long tests/engine/model/gpu/test_triton_recurrent.py
     pytest.param(family, marks=pytest.mark.long)
     for family in ("qwen3-next", "kimi-linear", "falcon-h1-norm")
@@ -216,7 +282,7 @@ LONG = [  # PYTHONPATH=. pytest -m long tests/engine/model/gpu/test_triton_recur
 def test_a_model_gives_the_tokens_that_the_cpu_gives(family, tmp_path):
     """A prompt, and decodes by the passes that graphs hold."""
     make_checkpoint(family, tmp_path)
-    options = {"num_blocks": 60, "dtype": "float32", "max_num_seqs": 2, "max_model_len": 256}
+    options = {"num_blocks": 60, "dtype": "float32", "max_num_seqs": 4, "max_model_len": 256}
     model, engine = sections(options | {"device": "cpu"})
     ours, theirs = InterpretedRunner(tmp_path, model, engine), model_runner(tmp_path, **options)
     assert ours._steps is not None
@@ -224,8 +290,24 @@ def test_a_model_gives_the_tokens_that_the_cpu_gives(family, tmp_path):
     expected = generate(theirs, prompt, blocks, 4, temperature=0.0)
     assert generate(ours, prompt, blocks, 4, temperature=0.0) == expected
     assert len({*expected}) > 1
-    talk = Talk(prompt, blocks)
-    for token in expected:  # a draft that comes all the same changes no state
-        share = talk.next(draft=[(token + 1) % VOCAB] if talk.output else [])
-        talk.take(share, ours.execute(Step(0, [share])).sampled[0])
-    assert talk.output == expected
+    alone = ours.kv_pool.clone()
+    ours.kv_pool.zero_()
+    talk, accepted = Talk(prompt, blocks), 0
+    while len(talk.output) < len(expected):
+        left = expected[len(talk.output) :] if talk.output else []
+        share = talk.next(draft=[*left[:1], (left[1] + 1) % VOCAB] if len(left) > 1 else [])
+        [sampled] = ours.execute(Step(0, [share])).sampled
+        talk.take(share, sampled)
+        accepted += len(sampled.more)
+    assert (talk.output, accepted) == (expected, 1)
+    assert len(talk.tokens) <= ours.kv_spec.block_size
+    states = blocks[-ours.kv_spec.num_state_groups :]
+    torch.testing.assert_close(ours.kv_pool[states], alone[states], rtol=1e-4, atol=1e-4)
+    assert ours._steps is not None
+    ours._steps._passes._replay = None  # as with ranks: a draft that comes all the same
+    talk = Talk([*prompt, *expected[:1]], blocks)
+    for draft in ([], expected[2:3]):
+        share = talk.next(draft=draft)
+        [sampled] = ours.execute(Step(0, [share])).sampled
+        talk.take(share, sampled)
+    assert talk.output == expected[1:3]
