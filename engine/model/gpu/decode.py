@@ -103,7 +103,8 @@ class DecodePasses:
         on_gpu = device.type == "cuda"
         results = (SLOTS, max_num_seqs)
         self._results = torch.zeros(results, dtype=torch.int64, pin_memory=on_gpu)
-        self._events = [torch.cuda.Event() for _ in range(SLOTS if on_gpu else 0)]
+        # A thread that waits for one sleeps: a rank's would keep a core busy.
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(SLOTS if on_gpu else 0)]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._replays: dict[int, torch.cuda.CUDAGraph] = {}
 

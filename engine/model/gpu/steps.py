@@ -143,8 +143,9 @@ class GpuSteps:
 
         def sampled_of(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
             logits = logits.contiguous()
-            tokens = self._draw(logits, seqs)
-            return self._edited(tokens, logits, seqs, masks_of(seqs) if masks_of else None)
+            drawn = self._draw(logits, seqs)
+            masks = masks_of(seqs) if masks_of else None  # while the device computes
+            return self._edited(drawn.tolist(), logits, seqs, masks)
 
         if any(seq.outputs_from is not None for seq in step.seqs):
             hidden = self._decoder.hidden_states(batch)
@@ -156,9 +157,9 @@ class GpuSteps:
         sampled = iter(sampled_of(logits, asked) if asked else ())
         return [next(sampled) if seq.sample else None for seq in step.seqs], {}
 
-    def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
-        """A token per row as if none was edited or masked; waits for them. Logits are changed where
-        the device penalizes them."""
+    def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> torch.Tensor:
+        """A token per row as if none was edited or masked; does not wait for them. Logits are
+        changed where the device penalizes them."""
         counts = self._passes.counts
         rows = np.array(counts.rows_of(seqs, [len(seq.context) for seq in seqs]), np.int32)
         draws = stage_arrays(draws_of(seqs) | {"rows": rows}, self._device)
@@ -166,7 +167,7 @@ class GpuSteps:
             penalize(logits, counts.times, draws["rows"], draws)
         out = torch.empty(len(seqs), dtype=torch.int64, device=self._device)
         draw(logits, draws, out)
-        return out.tolist()
+        return out
 
     def _edited(
         self,
