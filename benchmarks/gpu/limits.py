@@ -15,7 +15,7 @@ from dataclasses import dataclass
 BYTES_PER_S, FLOPS_PER_S, CLOCK_HZ, NUM_SMS = 3.35e12, 989e12, 1.755e9, 132
 OF_BYTES, OF_FLOPS, OF_KV_BYTES = 0.82, 0.62, 0.85
 KERNEL_S, ALL_REDUCE_S = 2.2e-6, 12e-6
-TILE, HEAD_DIM, SOFTMAX_CYCLES = 128, 128, 1_100  # of a tile of 128 queries and keys, 8 warps
+TILE, HEAD_DIM, SOFTMAX_CYCLES = 128, 128, 1_100  # for a tile of 128 queries and keys
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Model:
 
     @property
     def weights(self) -> float:
-        """Of a rank, that a step multiplies with."""
+        """Counts those that a step multiplies with in a rank."""
         attention = 2 * self.hidden * (self.num_heads + self.num_kv_heads) * HEAD_DIM
         layer = attention + 3 * self.hidden * self.width
         return (self.num_layers * layer + self.hidden * self.vocab) / self.ranks
 
     def step_s(self, num_seqs: int, context: int) -> tuple[float, float]:
-        """The limit, and the estimate."""
+        """Returns the limit and the estimate for a step of decodes."""
         sizes = self.num_layers * 2 * self.num_kv_heads * HEAD_DIM * 2 / self.ranks
         kv_s = num_seqs * context * sizes / BYTES_PER_S
         bytes_s = 2 * self.weights / BYTES_PER_S
@@ -58,7 +58,7 @@ STEPS = ((1, 1024), (1, 131072), (64, 1024), (256, 1024))
 
 
 def prefill_share() -> float:
-    """Of the tensor cores' rate, by attention over prompts: both products of a tile."""
+    """Returns the share of the tensor cores' rate that attention over prompts reaches."""
     flops = 2 * 2 * TILE * TILE * HEAD_DIM
     cycles = flops / (FLOPS_PER_S / NUM_SMS / CLOCK_HZ)
     return cycles / (cycles + SOFTMAX_CYCLES)

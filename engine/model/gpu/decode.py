@@ -288,7 +288,7 @@ class DecodePasses:
                 error = caught
             self._agree(error)
             self._graphs[size] = graph
-            if self._keeps(size):  # of no rows: they are those of a step
+            if self._keeps(size):  # counts are 0: nothing is passed
                 self._pass_again(size)
                 torch.cuda.synchronize(self._device)
                 self._replays[size] = torch.cuda.CUDAGraph()

@@ -27,7 +27,7 @@ from kvrelay.engine.model.state_layout import Recurrent
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 
-KEPT_ROWS = 64  # of a pass whose draft tokens are verified: what layers are given is kept
+KEPT_ROWS = 64  # a pass that verifies draft tokens has no more: its inputs are kept
 READS = -2  # in place of a slot: the sequence's state is read, and stays as it is
 CHANNELS = 128  # a program has so many
 ROWS = 8  # tokens that a program computes at once
@@ -62,7 +62,7 @@ class GpuRecurrent:
     def convolve(
         self, x: torch.Tensor, weights: RecurrentWeights, layer: int, where: Where, silu: bool
     ) -> torch.Tensor:
-        """As `Ops.convolve`."""
+        """Computes `Ops.convolve`, and stores what is left of the inputs."""
         assert x.stride(1) == 1
         kernel, channels = weights.conv.shape
         out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
@@ -92,7 +92,7 @@ class GpuRecurrent:
     def delta_rule(
         self, rows: DeltaRows, weights: RecurrentWeights, layer: int, where: Where
     ) -> torch.Tensor:
-        """As `Ops.delta_rule`."""
+        """Computes `Ops.delta_rule`, token by token or in chunks, and stores states."""
         shape, (qkv, decay, beta) = self._shape, rows
         assert weights.rate is not None
         assert qkv.stride(1) == decay.stride(1) == beta.stride(1) == 1

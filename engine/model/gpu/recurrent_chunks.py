@@ -35,7 +35,7 @@ from kvrelay.engine.model.weights import RecurrentWeights
 CHUNK = 32  # tokens
 
 
-COLUMNS = 16  # of a head's memory, which a program has: with 32, registers spill
+COLUMNS = 16  # a program has so many of a head's memory: with 32, registers spill
 PART = 64  # keys of a memory that products take at once
 PRECISION = tl.constexpr("tf32x3")  # float32 in three products of tensor cores
 
@@ -55,7 +55,7 @@ class Where(NamedTuple):
     positions: torch.Tensor  # [N] int64
     query_start: torch.Tensor  # [S] int32
     query_len: torch.Tensor  # [S] int32; 0: the row is passed with those of the one before
-    chunks: Chunks | None = None  # of longer sequences; None: there are none
+    chunks: Chunks | None = None  # None: no sequence has more than one token
     keeps: bool = False  # what layers are given is kept, to be passed again
 
 
@@ -256,7 +256,7 @@ def _learn(
     memory, added, qkv, rows, is_row, key_by, left, rest, qkv_stride, keys_apart, decays,
     decays_stride, last, key_dim, BY_KEYS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The memory after a chunk."""
+    """Returns the memory after a chunk."""
     learned = ()
     for part in tl.static_range(PARTS):
         key = _keys_of(qkv + keys_apart, rows, is_row, part, key_by, qkv_stride, key_dim, PART)

@@ -127,7 +127,7 @@ class GpuSteps:
         sampled = iter(self._edited(wait(), passes.logits[: len(rows)], rows, masks))
         verified = [_verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
         if self._limits.num_state_groups and len(rows) > len(seqs):
-            counts: list[int] = []  # of rows: those without drafts have stored their states
+            counts: list[int] = []  # by row: those without drafts have stored their states
             for seq, each in zip(seqs, verified, strict=True):
                 drafts = len(seq.draft_tokens)
                 counts += [1 + len(each.more) if drafts else 0, *[0] * drafts]
