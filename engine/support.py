@@ -221,6 +221,8 @@ _DRAFTED = "images are not read beside engine.drafter, which knows tokens alone:
 _PARTS = "vLLM's backend for grammars takes none of this form"
 _NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget for reasoning here"
 
+_STATES_OF_RANKS = (Trait.GPU, Trait.STATES, Trait.RANKS)
+
 _OF_DRAFTERS = (
     _no("engine", "workers that run vllm generate without draft tokens", Trait.VLLM),
     _no("ranks", _OF_MODEL, Trait.RANKS),
@@ -241,7 +243,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
     Capability.NGRAM_DRAFTS: (
         _without("engine", "vLLM's steps have no draft tokens of ours", Trait.VLLM),
         _without("ranks", f"{_NOT_VERIFIED} by ranks on CPUs", Trait.CPU, Trait.RANKS),
-        _without("states", f"{_NOT_VERIFIED} by states on GPUs", Trait.GPU, Trait.STATES),
+        _without("states", f"{_NOT_VERIFIED} by states on several GPUs", *_STATES_OF_RANKS),
         _without("layers", f"{_NOT_VERIFIED} layer by layer", Trait.CPU, Trait.LAYERWISE),
         _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
     ),

@@ -36,7 +36,8 @@ from kvrelay.engine.model.gpu.latent import Selected, latent_decode, latent_pref
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
 from kvrelay.engine.model.gpu.penalties import penalize
-from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
+from kvrelay.engine.model.gpu.recurrent import GpuRecurrent
+from kvrelay.engine.model.gpu.recurrent_chunks import Chunks, Where
 from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import (
@@ -198,8 +199,8 @@ def write_latent(dtype: torch.dtype) -> Callable[[], None]:
 
 
 def recurrent(kind: str, groups: int, dims: tuple[int, int], rule: bool) -> Callable[[], object]:
-    """The launch of a layer with 32 heads; dims: of keys and values. A decode's, or of a prompt's
-    convolution both launches."""
+    """The launches of a layer with 32 heads; dims: of keys and values. A decode's, those of a
+    prompt's chunks, and that of a pass with drafts."""
     keys, values = dims
     channels = 2 * groups * keys + 32 * values
     shape = Recurrent(kind, 4, channels, False, 32, groups, keys, values)
@@ -212,12 +213,19 @@ def recurrent(kind: str, groups: int, dims: tuple[int, int], rule: bool) -> Call
         torch.zeros(32 * by_keys), None, torch.zeros(32) if kind == MAMBA2 else None,
     )  # fmt: skip
     longs, ints = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
-    where = Where(torch.zeros(64, 32, dtype=torch.int32), longs, longs, ints, ints)
+    chunks = Chunks(ints.view(16, 4), ints[:63].view(21, 3))
+    where = Where(torch.zeros(64, 32, dtype=torch.int32), longs, longs, ints, ints, chunks)
     x, beta = (torch.zeros(64, width, dtype=torch.bfloat16) for width in (channels, 32))
     decay = beta if by_keys == 1 else torch.zeros(64, 32 * keys, dtype=torch.bfloat16)
-    if rule:
-        return lambda: made.delta_rule(DeltaRows(x, decay, beta), weights, 0, where)
-    return lambda: [made.convolve(x, weights, 0, where, length, silu=True) for length in (1, 64)]
+    verified, rows = where._replace(chunks=None, keeps=True), DeltaRows(x, decay, beta)
+
+    def launches() -> None:
+        for each in (where, verified):
+            made.convolve(x, weights, 0, each, silu=True)
+            if rule:
+                made.delta_rule(rows, weights, 0, each)
+
+    return launches
 
 
 def int8_linear(rows: int) -> Callable[[], object]:

@@ -85,6 +85,9 @@ class Batch:
     states: tuple[StateSpans, ...] = ()  # for each group of recurrent layers
     terms: tuple[TermRows, ...] = ()  # the last rows, in order; the first have none
     images: ImageRows | None = None  # None: rows turn by their positions, and are tokens
+    # [S] int32, of a pass whose draft tokens have rows of their own: how many rows recurrent layers
+    # pass from this one on, 0 for a draft token's; they keep what they are given.
+    passed: torch.Tensor | None = None
 
     def slots_of(self, group: int) -> torch.Tensor:
         if group == 0:

@@ -594,8 +594,11 @@ class ModelRunner:
         """None on a CPU, and without kernels. ops: of this rank alone."""
         if isinstance(ops, CpuOps | TorchOps):
             return None
+        from kvrelay.engine.model.gpu.ops import TritonOps
         from kvrelay.engine.model.gpu.steps import GpuSteps
 
+        is_alone = self._member is None
+        replay = ops.replay if isinstance(ops, TritonOps) and is_alone else None
         steps = GpuSteps(
             self._decoder,
             self._limits,
@@ -604,6 +607,7 @@ class ModelRunner:
             graphs=self._engine.cuda_graphs,
             progress=progress,
             group=None if self._member is None else self._member.group,
+            replay=replay,
         )
         self.notices += steps.notices
         return steps

@@ -105,6 +105,8 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.NGRAM_DRAFTS: {
         **dict.fromkeys(("one process", "states", "sparse"), _DRAFTS),
         "GPU": "engine/model/gpu/test_triton_steps.py::test_drafts_give_the_tokens_of_torch",
+        "on a GPU": "engine/model/gpu/test_triton_recurrent.py::test_drafts_leave_the_states_that"
+        "_there_are_without_them_in_any_order_of_rows",
         "GPUs, ranks": "engine/model/gpu/test_triton_ranks.py"
         "::test_steps_that_end_first_and_drafts",
     },

@@ -8,7 +8,7 @@ rows, and the same calls where not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ import triton.language as tl
 from kvrelay.engine.model.batch import Batch, Limits, Table, tables_of
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.gpu.penalties import NO_ROW, DeviceCounts, penalize
+from kvrelay.engine.model.gpu.recurrent import KEPT_ROWS, READS
 from kvrelay.engine.model.gpu.sampling import COLUMNS, draw, draws_of
 from kvrelay.engine.model.gpu.staging import StaticInputs, stage_arrays
 from kvrelay.engine.request import SamplingParams
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 OWN = -1  # the row follows none: its token is the host's
 NO_SLOT = -1  # the row only fills up a captured size: nothing is written for it
+Replay = Callable[[Batch, torch.Tensor], None]  # TritonOps.replay
 ROWS = 1024  # a program of the kernel has that takes them
 SLOTS = 2  # passes of which the host holds inputs and results: one runs, one waits behind it
 
@@ -56,9 +58,11 @@ class DecodePasses:
         device: torch.device,
         max_num_seqs: int,
         group: Group | None = None,
+        replay: Replay | None = None,
     ) -> None:
-        """group: of the ranks that run the same passes; all draw, and have the tokens of rank 0."""
-        self._group = group
+        """group: of the ranks that run the same passes; all draw, and have the tokens of rank 0.
+        replay: of a model with states, whose draft tokens can be verified then."""
+        self._group, self._replay = group, replay
         self._decoder, self._limits, self._device = decoder, limits, device
         self.sizes = graph_sizes(max_num_seqs)
         rows, width = (max_num_seqs,), -(-limits.max_model_len // limits.block_size)
@@ -73,6 +77,7 @@ class DecodePasses:
                 "context_len": (rows, np.int32),
                 "follows": (rows, np.int32),
                 "counted": (rows, np.int32),  # row of `counts`
+                "passed": (rows, np.int32),
                 "more_slots": ((limits.num_groups - 1, max_num_seqs), np.int64),
             },
             device,
@@ -80,7 +85,8 @@ class DecodePasses:
         )
         for host in self._inputs.hosts:
             host["query_start"][:] = np.arange(max_num_seqs)
-            host["query_len"][:] = 1
+            host["query_len"][:] = host["passed"][:] = 1
+        self._accepted = StaticInputs({"rows": ((KEPT_ROWS,), np.int32)}, device, 1)
         self.counts = DeviceCounts(max_num_seqs, limits.vocab_size, limits.window, device)
         self._last = 0  # index of the last pass's arrays
         self._host_tables = np.zeros((max_num_seqs, limits.num_groups, width), np.int32)
@@ -97,12 +103,23 @@ class DecodePasses:
         on_gpu = device.type == "cuda"
         results = (SLOTS, max_num_seqs)
         self._results = torch.zeros(results, dtype=torch.int64, pin_memory=on_gpu)
-        self._events = [torch.cuda.Event() for _ in range(SLOTS if on_gpu else 0)]
+        # A thread that waits for one sleeps: a rank's would keep a core busy.
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(SLOTS if on_gpu else 0)]
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._replays: dict[int, torch.cuda.CUDAGraph] = {}
 
     def size_for(self, num_rows: int) -> int:
         """Rows of a pass that has so many of use; 0 if they are too many."""
         return next((size for size in self.sizes if size >= num_rows), 0)
+
+    def verifies(self, num_rows: int) -> bool:
+        """Whether draft tokens are verified in a pass of so many rows. With states, what recurrent
+        layers are given has to be kept."""
+        size, has_states = self.size_for(num_rows), self._limits.num_state_groups > 0
+        return size > 0 and (not has_states or self._keeps(size))
+
+    def _keeps(self, size: int) -> bool:
+        return self._replay is not None and size <= KEPT_ROWS
 
     def begin(
         self,
@@ -158,6 +175,8 @@ class DecodePasses:
         host["positions"][rows], host["positions"][rest] = starts, 0
         host["slots"][rows], host["more_slots"][:, rows] = slots[:, 0], slots[:, 1:].T
         host["slots"][rest], host["more_slots"][:, rest] = NO_SLOT, NO_SLOT
+        if self._limits.num_state_groups:
+            self._load_passed(host, seqs, size)
         host["context_len"][rows], host["context_len"][rest] = starts + 1, 1
         host["follows"][:size] = OWN
         if follows is not None:
@@ -178,6 +197,38 @@ class DecodePasses:
         self._inputs.send(slot)
         self._last = slot
         return slot
+
+    def _load_passed(
+        self, host: Mapping[str, np.ndarray], seqs: Sequence[ScheduledSeq], size: int
+    ) -> None:
+        """A state is passed by all rows of its sequence, and with draft tokens not stored."""
+        host["passed"][:size], row = 1, 0
+        of_states = host["more_slots"][-self._limits.num_state_groups :]
+        for seq in seqs:
+            count = len(seq.input_tokens)
+            if count > 1:
+                host["passed"][row : row + count] = [count, *[0] * (count - 1)]
+                of_states[:, row : row + count] = READS
+            row += count
+
+    def replay(self, num_rows: int, counts: Sequence[int]) -> None:
+        """After a pass over `num_rows` rows: from each row on, so many are passed again by the
+        recurrent layers, which store states. Waits for that."""
+        size, host = self.size_for(num_rows), self._accepted.hosts[0]["rows"]
+        host[:] = 0
+        host[: len(counts)] = counts
+        self._accepted.send(0)
+        graph = self._replays.get(size)
+        if graph is None:
+            self._pass_again(size)
+        else:
+            graph.replay()
+        if self._events:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _pass_again(self, size: int) -> None:
+        assert self._replay is not None
+        self._replay(self._batch(size), self._accepted.device["rows"][:size])
 
     def _send_tables(self, tables: Sequence[Table]) -> None:
         """Sends what is not there yet of each row."""
@@ -222,6 +273,7 @@ class DecodePasses:
         RuntimeError if a pass cannot be captured."""
         host = self._inputs.hosts[self._last]
         host["slots"][:], host["more_slots"][:] = NO_SLOT, NO_SLOT
+        host["passed"][:] = 1
         host["context_len"][:], host["follows"][:], host["counted"][:] = 1, OWN, NO_ROW
         self._inputs.send(self._last)
         pool = torch.cuda.graph_pool_handle()
@@ -236,6 +288,14 @@ class DecodePasses:
                 error = caught
             self._agree(error)
             self._graphs[size] = graph
+            if self._keeps(size):  # counts are 0: nothing is passed
+                self._pass_again(size)
+                torch.cuda.synchronize(self._device)
+                self._replays[size] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(
+                    self._replays[size], pool=pool, capture_error_mode="thread_local"
+                ):
+                    self._pass_again(size)
             progress(f"capturing decode steps: {done + 1} of {len(self.sizes)}")
 
     def _agree(self, error: RuntimeError | None) -> None:
@@ -249,15 +309,16 @@ class DecodePasses:
 
     def forget_graphs(self) -> None:
         self._graphs.clear()
+        self._replays.clear()
 
-    def _pass(self, size: int) -> None:
-        """Logits, and a token per row."""
+    def _batch(self, size: int) -> Batch:
+        """The first rows, as they are on the device."""
         inputs = self._inputs.device
         there = {name: each[:size] for name, each in inputs.items()}
         tables = self._tables[:size]
         has_groups = self._limits.num_groups > 1
         longest = self._limits.max_model_len  # a bound: contexts are known on the device only
-        batch = Batch(
+        return Batch(
             tokens=there["tokens"],
             positions=there["positions"],
             slots=there["slots"],
@@ -269,7 +330,13 @@ class DecodePasses:
             spans=tuple((row, 1, longest) for row in range(size)),
             more_slots=inputs["more_slots"][:, :size] if has_groups else None,
             more_tables=tables[:, 1:].transpose(0, 1) if has_groups else None,
+            passed=there["passed"] if self._keeps(size) else None,
         )
+
+    def _pass(self, size: int) -> None:
+        """Logits, and a token per row."""
+        batch = self._batch(size)
+        there = {name: each[:size] for name, each in self._inputs.device.items()}
         drawn, logits, times = self._drawn[:size], self.logits[:size], self.counts.times
         _take[(triton.cdiv(size, ROWS),)](
             self._drawn, there["follows"], batch.tokens, times, there["counted"], times.shape[1],

@@ -34,7 +34,8 @@ from kvrelay.engine.model.gpu.latent import (
 )
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
-from kvrelay.engine.model.gpu.recurrent import GpuRecurrent, Where
+from kvrelay.engine.model.gpu.recurrent import GpuRecurrent
+from kvrelay.engine.model.gpu.recurrent_chunks import Chunks, Where, list_chunks
 from kvrelay.engine.model.gpu.staging import to_device
 from kvrelay.engine.model.ops import TensorOps, choose_experts, highest, kv_planes
 from kvrelay.engine.model.quantize import GROUP, quantize
@@ -76,6 +77,7 @@ class TritonOps(TensorOps):
         self._work: dict[KVHeads, tuple[torch.Tensor | None, int]] = {}
         self._sink_queries: torch.Tensor | None = None
         self._recurrent: GpuRecurrent | None = None
+        self._chunks: Chunks | None = None
 
     def use_states(self, pool: StatePool) -> None:
         assert self._config.recurrent is not None
@@ -120,6 +122,11 @@ class TritonOps(TensorOps):
         self._batch = batch
         kinds = self._kinds.items()
         self._work = {kind: self._work_of(batch, self._pool_of(layer)[0]) for kind, layer in kinds}
+        if self._recurrent is not None:
+            lists = list_chunks(batch.spans, self._pool.block_size)
+            self._chunks = None
+            if len(lists[1]):
+                self._chunks = Chunks(*(to_device(each, self._device) for each in lists))
         if (indexer := c.indexer) is not None and max(
             end for *_, end in batch.spans
         ) > indexer.topk:
@@ -316,11 +323,8 @@ class TritonOps(TensorOps):
     def convolve(
         self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
     ) -> torch.Tensor:
-        assert self._batch is not None
         assert self._recurrent is not None
-        longest = max(count for _, count, _ in self._batch.spans)
-        where = self._where(layer)
-        return self._recurrent.convolve(x, weights, layer, where, longest, silu)
+        return self._recurrent.convolve(x, weights, layer, self._where(layer), silu)
 
     def delta_rule(self, rows: DeltaRows, weights: RecurrentWeights, layer: int) -> torch.Tensor:
         assert self._recurrent is not None
@@ -330,7 +334,19 @@ class TritonOps(TensorOps):
         batch, group = self._batch, self._first_states + self._states.group(layer)
         assert batch is not None
         places = (batch.tables_of(group), batch.slots_of(group), batch.positions)
-        return Where(*places, batch.query_start, batch.query_len)
+        if batch.passed is not None:
+            return Where(*places, batch.query_start, batch.passed, keeps=True)
+        return Where(*places, batch.query_start, batch.query_len, self._chunks)
+
+    def replay(self, batch: Batch, counts: torch.Tensor) -> None:
+        """Recurrent layers pass again the first `counts` [S] rows of each sequence of the last
+        pass, which had `batch` and kept them, and store states. int32, on the device; 0: none."""
+        assert self._recurrent is not None
+        self._batch = batch
+        for layer in self._config.recurrent_layers:
+            where = self._where(layer)  # rows with counts have states, so their slots may be any
+            where = where._replace(slots=batch.positions, query_len=counts, keeps=False)
+            self._recurrent.replay(layer, where)
 
     def experts(self, gate_ups: Stacked, downs: Stacked) -> mixture.ExpertWeights:
         if isinstance(gate_ups, Mxfp4) and isinstance(downs, Mxfp4):  # less than int8 and FP8

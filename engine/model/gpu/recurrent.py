@@ -2,37 +2,47 @@
 
 States are found by block tables and positions, as keys and values are, so a graph can hold a step:
 a sequence loads the state of the position before its first token, and stores one at each end of a
-block and after its last token. Sums have the order of `engine.model.recurrence`, token by token: of
-the rule in one program for a head's columns, whose memory stays in registers. A convolution's
-outputs are computed side by side, its state by one program for a sequence's channels.
+block and after its last token. A convolution's outputs are computed side by side, its state by one
+program for a sequence's channels. The rule passes decodes token by token, in the order of
+`engine.model.recurrence` and in one program for a head's columns, whose memory stays in registers;
+prompts go through `recurrent_chunks`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from kvrelay.engine.model.gpu.recurrent_chunks import (
+    CHUNK,
+    Where,
+    scan_chunks,
+    softplus,
+)
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import Recurrent
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.weights import RecurrentWeights
 
+KEPT_ROWS = 64  # a pass that verifies draft tokens has no more: its inputs are kept
+READS = -2  # in place of a slot: the sequence's state is read, and stays as it is
 CHANNELS = 128  # a program has so many
-ROWS = 16  # tokens that a program computes
+ROWS = 8  # tokens that a program computes at once
 COLUMNS = 16  # a program has so many of a head's memory
 
 
-class Where(NamedTuple):
-    """Where the tokens of a step are; on the device."""
+@dataclass(slots=True)
+class Kept:
+    """What a layer was given in the last pass that keeps it: [KEPT_ROWS, width] each."""
 
-    tables: torch.Tensor  # [S, widest] int32, of the group of layers
-    slots: torch.Tensor  # [N] int64; negative: nothing is stored for the sequence
-    positions: torch.Tensor  # [N] int64
-    query_start: torch.Tensor  # [S] int32
-    query_len: torch.Tensor  # [S] int32
+    weights: RecurrentWeights
+    silu: bool
+    x: torch.Tensor
+    decay: torch.Tensor | None = None
+    beta: torch.Tensor | None = None
 
 
 class GpuRecurrent:
@@ -47,61 +57,86 @@ class GpuRecurrent:
         copies = [run.copies for run in runs for _ in range(run.width)]
         self._copies = torch.tensor(copies, dtype=torch.int32, device=device)
         self._most_copies = max(copies)
+        self._kept: dict[int, Kept] = {}  # made in a layer's first call, before a graph is captured
 
     def convolve(
-        self,
-        x: torch.Tensor,
-        weights: RecurrentWeights,
-        layer: int,
-        where: Where,
-        longest: int,
-        silu: bool,
+        self, x: torch.Tensor, weights: RecurrentWeights, layer: int, where: Where, silu: bool
     ) -> torch.Tensor:
-        """As `Ops.convolve`. longest: tokens that a sequence has in the step, at most."""
+        """Computes `Ops.convolve`, and stores what is left of the inputs."""
         assert x.stride(1) == 1
         kernel, channels = weights.conv.shape
         out = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
-        blocks, tiles = triton.cdiv(channels, CHANNELS), triton.cdiv(longest, ROWS)
-        # Where several programs read a state, it is stored when all have.
-        for computes, stores in ((True, True),) if tiles == 1 else ((True, False), (False, True)):
-            _convolve[(len(where.query_len), blocks, tiles if computes else 1)](
+        blocks, chunks = triton.cdiv(channels, CHANNELS), where.chunks
+        kept = self._kept.get(layer)
+        if kept is None:
+            kept = self._kept[layer] = Kept(weights, silu, _rows_like(x))
+        launches: list[tuple[torch.Tensor | None, int, int, int, bool, bool]] = [
+            (None, len(where.query_len), 1, 1, True, True)
+        ]
+        if chunks is not None:  # several programs read a state: it is stored when all have
+            launches += [
+                (chunks.chunks, len(chunks.chunks), CHUNK // ROWS, ROWS, True, False),
+                (chunks.prompts, len(chunks.prompts), 1, 1, False, True),
+            ]
+        for items, count, tiles, rows, computes, stores in launches:
+            _convolve[(count, blocks, tiles)](
                 x, weights.conv, weights.conv_bias, out, self._pool.conv(layer), self._at,
-                self._copies, *where, x.stride(0), channels, where.tables.stride(0),
-                self._pool.stride, self._pool.unit_stride, self._pool.layout.unit_channels,
-                self._most_copies, self._block_size, KERNEL=kernel, SILU=silu, ROWS=ROWS,
-                CHANNELS=CHANNELS, COMPUTES=computes, STORES=stores, num_warps=4,
+                self._copies, *where[:5], items, kept.x if where.keeps else None, x.stride(0),
+                channels, where.tables.stride(0), self._pool.stride, self._pool.unit_stride,
+                self._pool.layout.unit_channels, self._most_copies, self._block_size,
+                KERNEL=kernel, SILU=silu, ROWS=rows, CHANNELS=CHANNELS, COMPUTES=computes,
+                STORES=stores, SINGLE=chunks is not None, num_warps=4,
             )  # fmt: skip
         return out
 
     def delta_rule(
         self, rows: DeltaRows, weights: RecurrentWeights, layer: int, where: Where
     ) -> torch.Tensor:
-        """Takes and returns what `Ops.delta_rule` does."""
+        """Computes `Ops.delta_rule`, token by token or in chunks, and stores states."""
         shape, (qkv, decay, beta) = self._shape, rows
         assert weights.rate is not None
         assert qkv.stride(1) == decay.stride(1) == beta.stride(1) == 1
         heads, dim = shape.num_heads, shape.value_dim
         out = torch.empty((len(qkv), heads * dim), dtype=qkv.dtype, device=qkv.device)
+        kept = self._kept[layer]
+        if kept.decay is None or kept.beta is None:
+            kept.decay, kept.beta = _rows_like(decay), _rows_like(beta)
+        keeps = (kept.decay, kept.beta) if where.keeps else (None, None)
         _delta_rule[(len(where.query_len), heads, triton.cdiv(dim, COLUMNS))](
             qkv, decay, beta, weights.rate, weights.decay_bias, weights.skip, out,
-            self._pool.memory_of(layer), *where, qkv.stride(0), decay.stride(0), beta.stride(0),
-            where.tables.stride(0), self._pool.stride, self._pool.unit_stride, self._block_size,
-            heads, shape.num_key_heads, self._pool.layout.num_heads, shape.key_dim, dim,
-            SCALE=shape.key_dim**-0.5, BY_KEYS=decay.shape[1] > heads,
-            KEYS=triton.next_power_of_2(shape.key_dim), COLUMNS=COLUMNS, num_warps=4,
+            self._pool.memory_of(layer), *where[:5], *keeps, qkv.stride(0),
+            decay.stride(0), beta.stride(0), where.tables.stride(0), self._pool.stride,
+            self._pool.unit_stride, self._block_size, heads, shape.num_key_heads,
+            self._pool.layout.num_heads, shape.key_dim, dim, SCALE=shape.key_dim**-0.5,
+            BY_KEYS=decay.shape[1] > heads, KEYS=triton.next_power_of_2(shape.key_dim),
+            COLUMNS=COLUMNS, SINGLE=where.chunks is not None, num_warps=4,
         )  # fmt: skip
+        if where.chunks is not None:
+            size = self._block_size
+            scan_chunks(rows, weights, shape, self._pool, layer, size, where, out)
         return out
+
+    def replay(self, layer: int, where: Where) -> None:
+        """Passes again the first rows of what was kept of each sequence, and stores states."""
+        kept, count = self._kept[layer], len(where.positions)
+        mixed = self.convolve(kept.x[:count], kept.weights, layer, where, kept.silu)
+        if kept.decay is not None and kept.beta is not None:
+            rows = DeltaRows(mixed, kept.decay[:count], kept.beta[:count])
+            self.delta_rule(rows, kept.weights, layer, where)
+
+
+def _rows_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty((KEPT_ROWS, x.shape[1]), dtype=x.dtype, device=x.device)
 
 
 @triton.jit
-def _begin(tables, slots, positions, query_start, query_len, table_stride, block_size):
+def _begin(seq, tables, slots, positions, query_start, query_len, table_stride, block_size):
     """The sequence's first row, tokens and position, the slot of the state before, whether there is
     one, whether something is stored, and the sequence's table."""
-    seq = tl.program_id(0).to(tl.int64)
     first, count = tl.load(query_start + seq).to(tl.int64), tl.load(query_len + seq)
-    start, stores = tl.load(positions + first), tl.load(slots + first) >= 0
-    table = tables + seq * table_stride
-    has_state = (start > 0) & stores
+    start, into = tl.load(positions + first), tl.load(slots + first)
+    table, stores = tables + seq * table_stride, into >= 0
+    has_state = (start > 0) & (into != -1)
     row = tl.maximum(start - 1, 0) // block_size
     slot = tl.load(table + row, mask=has_state, other=0).to(tl.int64)
     return first, count, start, slot, has_state, stores, table
@@ -118,34 +153,51 @@ def _inputs(x, before, index, first, x_stride, row_stride, channel, inside, has_
 
 @triton.jit(do_not_specialize=["table_stride", "most_copies", "block_size"])
 def _convolve(
-    x, weight, bias, y, state, at, copies, tables, slots, positions, query_start, query_len,
-    x_stride, channels, table_stride, slot_stride, unit_stride, row_stride, most_copies,
+    x, weight, bias, y, state, at, copies, tables, slots, positions, query_start, query_len, items,
+    kept_x, x_stride, channels, table_stride, slot_stride, unit_stride, row_stride, most_copies,
     block_size, KERNEL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, COMPUTES: tl.constexpr, STORES: tl.constexpr,
+    CHANNELS: tl.constexpr, COMPUTES: tl.constexpr, STORES: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
+    """All sequences, or with `SINGLE` those of one token, or those in `items`: `Chunks.chunks`
+    where outputs are computed, `Chunks.prompts` where states are stored."""
+    seq = tl.program_id(0).to(tl.int64)
+    if items is not None:
+        item = items + seq * (4 if COMPUTES else 3)
+        seq = tl.load(item).to(tl.int64)
     first, count, start, slot, has_state, stores, table = _begin(
-        tables, slots, positions, query_start, query_len, table_stride, block_size
+        seq, tables, slots, positions, query_start, query_len, table_stride, block_size
     )
+    if (count == 0) | (SINGLE and (items is None) & (count > 1)):
+        return
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
     place = tl.load(at + channel, mask=inside, other=0)
     before = state + slot * slot_stride + place
     if COMPUTES:
-        tile = tl.program_id(2) * ROWS
-        for t in range(tile, tl.minimum(tile + ROWS, count)):
-            total = tl.zeros([CHANNELS], tl.float32)
+        begin, final = tl.program_id(2) * ROWS, count
+        if items is not None:
+            of_chunk = (tl.load(item + 1) - first).to(tl.int32)
+            begin, final = begin + of_chunk, of_chunk + tl.load(item + 2)
+        for tile in range(begin, final if items is None else tl.minimum(begin + ROWS, final), ROWS):
+            t = tile + tl.arange(0, ROWS)[:, None]
+            here = inside[None, :] & (t < final)
+            total = tl.zeros([ROWS, CHANNELS], tl.float32)
             if bias is not None:
-                total += tl.load(bias + channel, mask=inside, other=0.0)
+                total += tl.load(bias + channel, mask=inside, other=0.0)[None, :]
             for j in tl.static_range(KERNEL):
                 factor = tl.load(weight + j * channels + channel, mask=inside, other=0.0)
-                total += factor * _inputs(
-                    x, before, t - (KERNEL - 1) + j, first, x_stride, row_stride, channel, inside,
-                    has_state, KERNEL,
+                total += factor[None, :] * _inputs(
+                    x, before[None, :], t - (KERNEL - 1) + j, first, x_stride, row_stride,
+                    channel[None, :], here, has_state, KERNEL,
                 )  # fmt: skip
             if SILU:
                 total *= tl.sigmoid(total)
-            out = total.to(y.dtype.element_ty)
-            tl.store(y + (first + t) * channels + channel, out, mask=inside)
+            if kept_x is not None:
+                own = x + (first + t) * x_stride + channel[None, :]
+                to = kept_x + (first + t) * channels + channel[None, :]
+                tl.store(to, tl.load(own, mask=here), mask=here)
+            out = y + (first + t) * channels + channel[None, :]
+            tl.store(out, total.to(y.dtype.element_ty), mask=here)
     if STORES and stores:
         repeats = tl.load(copies + channel, mask=inside, other=0)
         end = start + count
@@ -166,28 +218,20 @@ def _convolve(
                     tl.store(into, kept, mask=inside & (copy < repeats))
 
 
-@triton.jit
-def _softplus(x):
-    """log(1 + exp(x)); log(1 + u) = 2 atanh(u / (2 + u)), whose argument is at most 1/3 here."""
-    u = tl.exp(-tl.abs(x))
-    s = u / (u + 2.0)
-    p = s * s
-    series = 2.0 / 13.0 + p * (2.0 / 15.0)
-    for n in tl.static_range(6):
-        series = series * p + 2.0 / (11 - 2 * n)
-    return tl.maximum(x, 0.0) + series * s
-
-
 @triton.jit(do_not_specialize=["table_stride", "block_size"])
 def _delta_rule(
     qkv, decay, beta, rate, decay_bias, skip, y, state, tables, slots, positions, query_start,
-    query_len, qkv_stride, decay_stride, beta_stride, table_stride, slot_stride, unit_stride,
-    block_size, num_heads, num_key_heads, unit_heads, key_dim, value_dim, SCALE: tl.constexpr,
-    BY_KEYS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    query_len, kept_decay, kept_beta, qkv_stride, decay_stride, beta_stride, table_stride,
+    slot_stride, unit_stride, block_size, num_heads, num_key_heads, unit_heads, key_dim, value_dim,
+    SCALE: tl.constexpr, BY_KEYS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
+    seq = tl.program_id(0).to(tl.int64)
     first, count, start, slot, has_state, stores, table = _begin(
-        tables, slots, positions, query_start, query_len, table_stride, block_size
+        seq, tables, slots, positions, query_start, query_len, table_stride, block_size
     )
+    if SINGLE and count > 1:
+        return
     head, v = tl.program_id(1), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     k, key_head = tl.arange(0, KEYS), head // (num_heads // num_key_heads)
     is_key, is_value = k < key_dim, v < value_dim
@@ -209,16 +253,23 @@ def _delta_rule(
         if BY_KEYS:
             at = head * key_dim + k
             number = tl.load(decay + row * decay_stride + at, mask=is_key, other=0.0)
+            if kept_decay is not None:
+                tl.store(kept_decay + row * num_heads * key_dim + at, number, mask=is_key)
             offset = tl.load(decay_bias + at, mask=is_key, other=0.0)
-            memory *= tl.exp(factor * _softplus(number.to(tl.float32) + offset))[:, None]
+            memory *= tl.exp(factor * softplus(number.to(tl.float32) + offset))[:, None]
         else:
-            number = tl.load(decay + row * decay_stride + head).to(tl.float32)
-            step = _softplus(number + tl.load(decay_bias + head))
+            number = tl.load(decay + row * decay_stride + head)
+            if kept_decay is not None:
+                tl.store(kept_decay + row * num_heads + head, number)
+            step = softplus(number.to(tl.float32) + tl.load(decay_bias + head))
             memory *= tl.exp(factor * step)
         if skip is None:
             query *= SCALE * tl.rsqrt(tl.sum(query * query, axis=0) + 1e-6)
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + 1e-6)
-            step = tl.sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
+            number = tl.load(beta + row * beta_stride + head)
+            if kept_beta is not None:
+                tl.store(kept_beta + row * num_heads + head, number)
+            step = tl.sigmoid(number.to(tl.float32))
             added = value - tl.sum(memory * key[:, None], axis=0)
         else:
             added = value

@@ -19,7 +19,7 @@ import torch
 from kvrelay.engine.model.batch import Batch, Guard, Limits, Table
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device_memory import DeviceMemory
-from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses
+from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses, Replay
 from kvrelay.engine.model.gpu.penalties import NO_ROW, penalize
 from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.gpu.staging import stage, stage_arrays
@@ -68,13 +68,15 @@ class GpuSteps:
         graphs: bool,
         progress: Callable[[str], None],
         group: Group | None = None,
+        replay: Replay | None = None,
     ) -> None:
         """graphs: capture decode passes. Without a device to capture on, they are only run.
-        group: of the ranks, each with such steps; what they answer counts on rank 0."""
+        group: of the ranks, each with such steps; what they answer counts on rank 0.
+        replay: of operations with states; None: no draft tokens are verified by them."""
         self.notices: list[str] = []
         self._decoder, self._limits, self._device = decoder, limits, device
         with self._on_device():
-            self._passes = DecodePasses(decoder, limits, device, max_num_seqs, group)
+            self._passes = DecodePasses(decoder, limits, device, max_num_seqs, group, replay)
             if device.type == "cuda":
                 self._warm_up(progress)
                 if graphs:
@@ -97,12 +99,6 @@ class GpuSteps:
                 return list(self._decode(step, tables, masks_of)), {}
             return self._ragged(step, tables, masks_of)
 
-    @property
-    def verifies_drafts(self) -> bool:
-        """Not with recurrent layers: each row of a pass stores the state that comes after it, and
-        nobody has the one from before a draft that is rejected."""
-        return not self._limits.num_state_groups
-
     def _on_device(self) -> AbstractContextManager[object]:
         """Kernels are launched on the thread's device, and each thread has its own."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
@@ -120,16 +116,23 @@ class GpuSteps:
     def _decode(
         self, step: Step, tables: Sequence[Table] | None, masks_of: Masks | None
     ) -> list[Sampled]:
-        """One pass, in which draft tokens are verified."""
+        """One pass, in which draft tokens are verified. Recurrent layers store no states of rows
+        with drafts: when it is known which are right, they pass these again."""
         passes, seqs = self._passes, undrafted(step.seqs)
-        fits = passes.size_for(sum(len(seq.input_tokens) for seq in seqs))
-        if not (fits and self.verifies_drafts):
+        if not passes.verifies(sum(len(seq.input_tokens) for seq in seqs)):
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
         wait = passes.begin(seqs, tables)
         masks = masks_of(seqs) if masks_of else None
         rows = [row for seq in seqs for row in _rows_of(seq)]
         sampled = iter(self._edited(wait(), passes.logits[: len(rows)], rows, masks))
-        return [_verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
+        verified = [_verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
+        if self._limits.num_state_groups and len(rows) > len(seqs):
+            counts: list[int] = []  # by row: those without drafts have stored their states
+            for seq, each in zip(seqs, verified, strict=True):
+                drafts = len(seq.draft_tokens)
+                counts += [1 + len(each.more) if drafts else 0, *[0] * drafts]
+            passes.replay(len(rows), counts)
+        return verified
 
     def _ragged(
         self, step: Step, tables: Sequence[Table] | None, masks_of: Masks | None
@@ -140,8 +143,9 @@ class GpuSteps:
 
         def sampled_of(logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[Sampled]:
             logits = logits.contiguous()
-            tokens = self._draw(logits, seqs)
-            return self._edited(tokens, logits, seqs, masks_of(seqs) if masks_of else None)
+            drawn = self._draw(logits, seqs)
+            masks = masks_of(seqs) if masks_of else None  # while the device computes
+            return self._edited(drawn.tolist(), logits, seqs, masks)
 
         if any(seq.outputs_from is not None for seq in step.seqs):
             hidden = self._decoder.hidden_states(batch)
@@ -153,9 +157,9 @@ class GpuSteps:
         sampled = iter(sampled_of(logits, asked) if asked else ())
         return [next(sampled) if seq.sample else None for seq in step.seqs], {}
 
-    def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> list[int]:
-        """A token per row as if none was edited or masked; waits for them. Logits are changed where
-        the device penalizes them."""
+    def _draw(self, logits: torch.Tensor, seqs: list[ScheduledSeq]) -> torch.Tensor:
+        """A token per row as if none was edited or masked; does not wait for them. Logits are
+        changed where the device penalizes them."""
         counts = self._passes.counts
         rows = np.array(counts.rows_of(seqs, [len(seq.context) for seq in seqs]), np.int32)
         draws = stage_arrays(draws_of(seqs) | {"rows": rows}, self._device)
@@ -163,7 +167,7 @@ class GpuSteps:
             penalize(logits, counts.times, draws["rows"], draws)
         out = torch.empty(len(seqs), dtype=torch.int64, device=self._device)
         draw(logits, draws, out)
-        return out.tolist()
+        return out
 
     def _edited(
         self,
