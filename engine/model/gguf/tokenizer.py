@@ -103,7 +103,7 @@ CUTS = (
     Cut("seed-coder", (_SEED,)),
     Cut("tekken", (_TEKKEN,), whole_words=True, adds_bos=True),
     Cut("gpt-4o llama4 minimax-m2 kanana2", (_GPT4O,)),
-    Cut("kimi-k2", (KIMI,)),
+    Cut("kimi-k2", (KIMI,), whole_words=True),
     Cut("deepseek-v3 hunyuan-dense joyai-llm", (r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
 )
 BY_NAME = {name: cut for cut in CUTS for name in cut.names.split()}

@@ -254,7 +254,8 @@ def nemotron(c: Fields) -> Keys:
     keys = {
         "context_length": 1 << 20,
         "attention.head_count_kv": kv_heads,
-        "attention.layer_norm_rms_epsilon": c["layer_norm_epsilon"],
+        "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
+        "rope.scaling.finetuned": False,
         "feed_forward_length": wide,
         "ssm.conv_kernel": c["conv_kernel"],
         "ssm.state_size": c["ssm_state_size"],
