@@ -48,7 +48,7 @@ class Family:
     keys: Keys = field(default_factory=dict)
     more: Callable[[Metadata], Config] = lambda _: {}  # further ones, or others than all have
     names: Names = field(default_factory=dict)
-    packed: Names = field(default_factory=dict)  # of tensors in MXFP4, which stay so
+    packed: Names = field(default_factory=dict)  # tensors in MXFP4 stay so
     top: Mapping[str, str] = field(default_factory=dict)
     root: str = "model."
     has_larger_norms: bool = False  # by one

@@ -18,7 +18,7 @@ from kvrelay.engine.model.gguf.metadata import (
     with_mscale,
 )
 
-SIGMOID = 2  # of expert_gating_func; softmax is 1
+SIGMOID = 2  # expert_gating_func; softmax is 1
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 MOE: Keys = {"num_experts_per_tok": "expert_used_count"}
 DEEPSEEK_MOE: Keys = {

@@ -91,7 +91,7 @@ class GGUFFile:
         return raw.reshape(*shape, row_bytes)
 
     def kind(self, name: str) -> Any:
-        """A GGMLQuantizationType. Raises ModelError."""
+        """Returns a GGMLQuantizationType. Raises ModelError."""
         from gguf import GGMLQuantizationType
 
         info = self.tensors[name]

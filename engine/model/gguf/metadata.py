@@ -63,7 +63,7 @@ class Metadata:
         return f"blk.{layer}.{stem}" in self.source.tensors
 
     def layers_with(self, stem: str, *, yes: str, no: str) -> list[str]:
-        """Of each layer, whether it has such a tensor."""
+        """Says for each layer whether it has such a tensor."""
         return [yes if self.has(layer, stem) else no for layer in range(self.num_layers)]
 
     def shape(self, stem: str) -> tuple[int, ...]:

@@ -72,7 +72,7 @@ class Cut:
     """How text is cut: by these patterns, one after the other. (): as GPT-2's, behind digits one by
     one where they are `single_digits`."""
 
-    names: str  # of tokenizer.ggml.pre
+    names: str  # tokenizer.ggml.pre
     patterns: tuple[str, ...] = ()
     single_digits: bool = False
     whole_words: bool = False  # what is a token is not merged

@@ -22,13 +22,13 @@ from kvrelay.engine.model.gguf.metadata import TABLES, Metadata
 SHARD_BYTES = 4 << 30
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
 _KINDS = ("weight", "bias")
-_WIDTHS = {"F32": torch.float32, "F16": torch.float16}  # of matrices; others become bf16
+_WIDTHS = {"F32": torch.float32, "F16": torch.float16}  # matrices; others become bf16
 _NOT_OFFSET = ("ssm_norm",)  # norms without the one that the others have
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One tensor to write."""
+    """What a tensor that is written is made of."""
 
     name: str
     sources: tuple[str, ...]

@@ -324,7 +324,7 @@ def in_pairs(c: Fields, name: str, tensor: torch.Tensor) -> Named:
 
 
 def states(_: Fields, name: str, tensor: torch.Tensor) -> Named:
-    """Of recurrent layers."""
+    """Changes those of recurrent layers."""
     if name.endswith(".A_log"):
         tensor = -torch.exp(tensor)
     elif name.endswith(".dt_bias"):
