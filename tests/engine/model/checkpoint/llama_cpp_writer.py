@@ -2,7 +2,7 @@
 and what it changes in tensors, by family. Names of tensors are those of the `gguf` package.
 
 Nothing here is shared with the reader. Files of this writer were compared with those of llama.cpp's
-own converter, key by key and tensor by tensor, and llama.cpp's logits with those of transformers.
+own converter, key by key and tensor by tensor, but for those of MiMo-V2 and Llama 4.
 """
 
 from __future__ import annotations
