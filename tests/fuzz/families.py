@@ -462,6 +462,11 @@ def qwen3_vl(draw: Draw) -> Fields:
     return made
 
 
+def qwen3_vl_moe(draw: Draw) -> Fields:
+    made = qwen3_vl(draw) | experts(draw, "num_experts")
+    return made | draw.some(mlp_only_layers=([], [0]))
+
+
 T: Any = transformers
 FAMILIES: dict[str, tuple[Any, Callable[[Draw], Fields]]] = {
     "llama": (T.LlamaConfig, llama),
@@ -494,6 +499,7 @@ FAMILIES: dict[str, tuple[Any, Callable[[Draw], Fields]]] = {
     "qwen2-vl": (T.Qwen2VLConfig, qwen2_vl),
     "qwen2.5-vl": (T.Qwen2_5_VLConfig, qwen2_vl),
     "qwen3-vl": (T.Qwen3VLConfig, qwen3_vl),
+    "qwen3-vl-moe": (T.Qwen3VLMoeConfig, qwen3_vl_moe),
     "lfm2-moe": (T.Lfm2MoeConfig, lfm2_moe),
     "falcon-h1": (T.FalconH1Config, falcon_h1),
     "kimi-linear": (T.KimiLinearConfig, kimi_linear),

@@ -183,6 +183,13 @@ def _qwen3_vl(raw: Raw) -> ModelConfig:
     return _qwen3({"rope_theta": 5e5, **text_positions(raw)})
 
 
+def _qwen3_vl_moe(raw: Raw) -> ModelConfig:
+    sizes = {"num_experts_per_tok": 4, "moe_intermediate_size": 1408, "head_dim": 128}
+    # Weights are made to sum to one, whatever the file says.
+    always = {"norm_topk_prob": True, "use_sliding_window": False}
+    return _qwen3_moe({"rope_theta": 5e5, **sizes, **text_positions(raw), **always})
+
+
 def _smollm3(raw: Raw) -> ModelConfig:
     raw = {"tie_word_embeddings": True, **raw}
     layers, every = count(raw, "num_hidden_layers"), count(raw, "no_rope_layer_interval", 4)
@@ -583,6 +590,7 @@ FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Qwen2VLForConditionalGeneration": _text_of,
     "Qwen2_5_VLForConditionalGeneration": _text_of,
     "Qwen3VLForConditionalGeneration": _text_of,
+    "Qwen3VLMoeForConditionalGeneration": _text_of,
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5ForConditionalGeneration": _text_of,
@@ -602,6 +610,7 @@ TEXT_MODELS: dict[str, Callable[[Raw], ModelConfig]] = {
     "qwen2_vl_text": _qwen2_vl,
     "qwen2_5_vl_text": _qwen2_vl,
     "qwen3_vl_text": _qwen3_vl,
+    "qwen3_vl_moe_text": _qwen3_vl_moe,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
 }

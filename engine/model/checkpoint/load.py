@@ -412,7 +412,13 @@ class Layer:
 
     def _stack(self, name: str, *shape: int) -> torch.Tensor | Mxfp4:
         found = self._narrow(name, shape, by_inputs=False)
-        return self._get(name, *shape) if found is None else found
+        if found is not None:
+            return found
+        number, rows, columns = shape
+        stored = self._checkpoint.find(self._prefix + name)
+        if stored is not None and tuple(stored.shape) == (number, columns, rows) != shape:
+            return stored.transpose(1, 2).contiguous()  # as Qwen3-VL is published
+        return self._get(name, *shape)
 
     def _narrow(
         self, name: str, shape: tuple[int, ...], *, by_inputs: bool

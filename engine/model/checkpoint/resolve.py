@@ -21,7 +21,7 @@ from kvrelay.engine.model.checkpoint.mistral import PARAMS_FILE
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.errors import ModelError
 
-CONVERTER_VERSION = 3  # raised when the same file would be converted differently
+CONVERTER_VERSION = 4  # raised when the same file would be converted differently
 DEFAULT_MODEL = "smollm2-135m"
 OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json")  # that other engines read
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model")

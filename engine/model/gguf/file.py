@@ -53,12 +53,29 @@ class GGUFFile:
     def get(self, name: str, index: int | None = None) -> np.ndarray:
         """The tensor, or `index` of its outermost dimension, unpacked to float32. Raises
         ModelError."""
-        from gguf import GGML_QUANT_SIZES
         from gguf.quants import dequantize
 
+        kind, rows = self.kind(name), self._rows(name, index)
+        try:
+            return dequantize(rows, kind)
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{self.path}: tensor {name} is quantized as {kind.name}, which is not supported"
+            ) from error
+
+    def blocks(self, name: str) -> np.ndarray:
+        """As it is stored: uint8 [..., blocks of a row, bytes of a block]. Raises ModelError."""
+        from gguf import GGML_QUANT_SIZES
+
+        rows, (_, block_bytes) = self._rows(name, None), GGML_QUANT_SIZES[self.kind(name)]
+        return rows.reshape(*rows.shape[:-1], -1, block_bytes)
+
+    def _rows(self, name: str, index: int | None) -> np.ndarray:
+        """uint8 [..., bytes of a row]"""
+        from gguf import GGML_QUANT_SIZES
+
         info = self.tensors[name]
-        kind = self._kind(name)
-        per_block, block_bytes = GGML_QUANT_SIZES[kind]
+        per_block, block_bytes = GGML_QUANT_SIZES[self.kind(name)]
         row_bytes = info.shape[-1] // per_block * block_bytes
         shape, offset = info.shape[:-1], info.offset
         if index is not None:
@@ -71,14 +88,10 @@ class GGUFFile:
                 f"{self.path} is truncated: tensor {name} reaches to byte "
                 f"{offset + prod(shape) * row_bytes:,}, the file has {len(self._bytes):,}"
             ) from None
-        try:
-            return dequantize(raw.reshape(*shape, row_bytes), kind)
-        except NotImplementedError as error:
-            raise ModelError(
-                f"{self.path}: tensor {name} is quantized as {kind.name}, which is not supported"
-            ) from error
+        return raw.reshape(*shape, row_bytes)
 
-    def _kind(self, name: str) -> Any:
+    def kind(self, name: str) -> Any:
+        """Returns a GGMLQuantizationType. Raises ModelError."""
         from gguf import GGMLQuantizationType
 
         info = self.tensors[name]

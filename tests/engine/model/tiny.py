@@ -261,6 +261,16 @@ FAMILIES = {
     "qwen2-vl-part": (transformers.Qwen2VLConfig, MROPE),
     "qwen2.5-vl-part": (transformers.Qwen2_5_VLConfig, MROPE),
     "qwen3-vl-part": (transformers.Qwen3VLConfig, {"head_dim": 32, **MROPE}),
+    "qwen3-vl-moe-part": (
+        transformers.Qwen3VLMoeConfig,
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            **MROPE,
+        },
+    ),
     "linear": (
         transformers.LlamaConfig,
         {**rope("linear", factor=4.0), "attention_bias": True},
@@ -392,6 +402,7 @@ PARTS = {  # models of which the language model is a part, and what its config.j
     transformers.Qwen2VLConfig: (transformers.Qwen2VLForConditionalGeneration, {}),
     transformers.Qwen2_5_VLConfig: (transformers.Qwen2_5_VLForConditionalGeneration, {}),
     transformers.Qwen3VLConfig: (transformers.Qwen3VLForConditionalGeneration, {}),
+    transformers.Qwen3VLMoeConfig: (transformers.Qwen3VLMoeForConditionalGeneration, {}),
     transformers.Qwen3_5Config: (transformers.Qwen3_5ForConditionalGeneration, {}),
 }
 

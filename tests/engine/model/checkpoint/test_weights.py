@@ -86,6 +86,19 @@ def test_what_is_loaded_does_not_keep_the_files_mapped(checkpoint_of, tmp_path, 
     assert all(torch.equal(a, b) for a, b in zip(first, tensors_of(weights), strict=True))
 
 
+def test_stacked_experts_may_be_stored_by_inputs(checkpoint_of, tmp_path):
+    """Published files of Qwen3-VL with experts have [experts, in, out]."""
+    path = checkpoint_of("qwen3-vl-moe-part")
+    stored = load_file(path / "model.safetensors")
+    turned = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in stored.items()
+    }
+    assert any(tensor.shape != stored[name].shape for name, tensor in turned.items())
+    both = (tensors_of(load(each)) for each in (path, saved(path, tmp_path, turned)))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
 def tensors_of(value) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
