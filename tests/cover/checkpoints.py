@@ -53,7 +53,7 @@ class Checkpoints:
         return path
 
     def retrained(self, kind: str) -> Path:
-        """The model with another matrix."""
+        """Writes a checkpoint that differs from the model in one matrix."""
         path = self._folder / f"{kind}-2"
         return path if path.exists() else scaled(self.model(kind), path, 2.0, PART)
 

@@ -54,13 +54,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class Size:
-    """Of a mix: tokens of the longest prompt, and of each answer."""
+    """How long the requests of a mix are, in tokens: the longest prompt, and each answer."""
 
     longest: int
     count: int
 
 
-USUAL, SHORT = Size(95, 24), Size(40, 8)  # what an interpreter computes is short
+USUAL, SHORT = Size(95, 24), Size(28, 6)  # what an interpreter computes is short
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -72,7 +72,7 @@ def mix_of(row: Row, made: Checkpoints, other: str, size: Size) -> list[Asked]:
     """Greedy and seeded, plain, with each of what the row has, and with all of it; `other`: the
     kind of the second model."""
     kind = row["model"]
-    own: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of sampling, and of the request
+    own: list[tuple[dict[str, Any], dict[str, Any]]] = []  # changes to the sampling, and fields
     if row["adapters"] == YES:
         own.append(({}, {"adapter": made.adapter(kind)}))
     own += [
@@ -93,7 +93,7 @@ def mix_of(row: Row, made: Checkpoints, other: str, size: Size) -> list[Asked]:
         asked |= fields
     longest = size.longest
     found = [
-        Asked(kind, prompt_of(longest - 25, 1), GREEDY),
+        Asked(kind, prompt_of(longest * 3 // 4, 1), GREEDY),
         Asked(kind, prompt_of(longest // 2, 2), SEEDED),
         *(
             Asked(kind, prompt_of(longest - 4 * at, 3 + at), replace(GREEDY, **one), "", fields)
@@ -103,7 +103,7 @@ def mix_of(row: Row, made: Checkpoints, other: str, size: Size) -> list[Asked]:
     ]
     if row["models"] == "two":
         found += [
-            Asked(other, prompt_of(longest - 25, 1), GREEDY, other),
+            Asked(other, prompt_of(longest * 3 // 4, 1), GREEDY, other),
             Asked(other, prompt_of(longest // 2, 21), SEEDED, other),
         ]
         if row["adapters"] == YES:
@@ -158,7 +158,7 @@ class Plain:
         return LocalCluster(model, engine=engine, **options)
 
     def answers(self, asked: Sequence[Asked], models: dict[str, Path]) -> list[Completion]:
-        """`models`: by kind."""
+        """Answers in the order of `asked`. `models`: the checkpoint of each kind."""
         found: dict[int, Completion] = {}
         for kind in dict.fromkeys(each.kind for each in asked):
             mine = [(at, each) for at, each in enumerate(asked) if each.kind == kind]

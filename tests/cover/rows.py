@@ -21,7 +21,7 @@ Combination = tuple[tuple[str, str], ...]
 
 
 def rows(of: int = 2, seed: int = 0) -> list[Row]:
-    """The same for the same seed. `of`: 2 for all pairs, 3 for all combinations of three."""
+    """Returns equal rows for an equal seed. `of`: 2 for all pairs, 3 for combinations of three."""
     values = _shuffled(SETTINGS, seed)
     found = list(_made(values, of))
     covered = set[Combination]().union(*(combinations_in(row, of) for row in found))
@@ -47,7 +47,7 @@ def possible(of: int) -> set[Combination]:
 
 
 def refused(of: int = 2) -> Iterator[Combination]:
-    """Those of no row."""
+    """Yields the combinations that no row may have."""
     for names in combinations(SETTINGS, of):
         for values in product(*(SETTINGS[name] for name in names)):
             each = tuple(zip(names, values, strict=True))

@@ -1,9 +1,9 @@
 """One row, from the start of its cluster to what it leaves behind.
 
-Life: the mix is asked, and a worker is killed in mid-stream and comes back; a session is parked and
-resumed; what was evicted comes back from the tiers; weights change while streams run; nothing may
-be left. Then the next worker begins with the KV that is left, and another machine with the objects.
-Each answer is compared with that of a plain worker.
+Life: the mix is asked, and a worker is killed in mid-stream, so that one is left of its model; a
+session is parked and resumed there; what was evicted comes back from the tiers; weights change
+while streams run; nothing may be left. Then the next worker begins with the KV that is left, and
+another machine with the objects. Each answer is compared with that of a plain worker.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from tests.support.s3 import ACCESS_KEY, SECRET_KEY, s3_standin
 from tests.support.weights import Operator
 
 GIB = float(1 << 30)
-STEP_S = 0.01  # a step takes at least: streams are still running when their worker is killed
-NUM_BEGUN = 3  # tokens
+STEP_S = 0.2  # a step, of several tokens, takes at least so long while streams have to run on
+NUM_BEGUN = 1  # tokens: the next step may be the last
 ROUGH = CacheScope(APPROXIMATE + b"anne")
 
 
@@ -81,7 +81,7 @@ def prepare(patch: pytest.MonkeyPatch, row: Row) -> None:
     execute = ModelRunner.execute
 
     def slowly(self: ModelRunner, step: Step) -> StepDone:
-        time.sleep(STEP_S)
+        time.sleep(Served.step_s)
         return execute(self, step)
 
     patch.setattr(ModelRunner, "execute", slowly)
@@ -105,6 +105,8 @@ def _object_store(patch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 class Served:
     """A row, with what its workers are to answer."""
+
+    step_s = 0.0  # a step takes at least, whichever worker's
 
     def __init__(self, row: Row, made: Checkpoints, folder: Path) -> None:
         self.row, self.made, self.folder = row, made, folder
@@ -222,15 +224,20 @@ class Served:
                 assert is_told == is_without(self.row, capability), (capability, told)
 
     def check_through_a_kill(self, cluster: LocalCluster) -> None:
-        futures = submit_all(cluster, self.asked, to=[*cluster.routers])
-        self.wait_for(lambda: self.has_begun(cluster))
+        futures = self.begun(cluster, self.asked)
         cluster.kill("decode-0")
+        Served.step_s = 0.0
         self.check(cluster, futures, "through the death of a worker")
-        cluster.revive("decode-0")
-        load_all(cluster)
 
-    def has_begun(self, cluster: LocalCluster) -> bool:
-        """Whether what runs has some tokens, and something runs."""
+    def begun(self, cluster: LocalCluster, asked: list[Asked]) -> list[Future[Completion]]:
+        """Returns requests that are in mid-stream, and go on slowly."""
+        Served.step_s = STEP_S
+        futures = submit_all(cluster, asked, to=[*cluster.routers])
+        self.wait_for(lambda: self.has_begun(cluster, futures))
+        return futures
+
+    def has_begun(self, cluster: LocalCluster, futures: list[Future[Completion]]) -> bool:
+        """Whether most of what runs has some tokens."""
 
         def look() -> list[int]:
             routers = [r for each in cluster.routers.values() for r in each.routers.values()]
@@ -238,7 +245,8 @@ class Served:
 
         live: list[int] = cluster.run(look)
         cluster.check()
-        assert live, "all has ended: steps are too fast to kill a worker in mid-stream"
+        ended = all(future.done() for future in futures)
+        assert not ended, "all has ended: steps are too fast to kill a worker in mid-stream"
         return sum(count >= NUM_BEGUN for count in live) > len(live) // 2
 
     def check_session(self, cluster: LocalCluster) -> None:
@@ -266,10 +274,8 @@ class Served:
 
     def check_approximate(self, cluster: LocalCluster) -> None:
         """What was evicted comes back as the numbers that it comes back as to a plain worker."""
-        prompt, greedy = (
-            prompt_of(self.size.longest, 60),
-            replace(GREEDY, max_tokens=self.size.count),
-        )
+        prompt, count = prompt_of(self.size.longest, 60), self.size.count
+        greedy = replace(GREEDY, max_tokens=count)
         asked = Asked(self.row["model"], prompt, greedy, "", {"scope": ROUGH})
         exact = replace(asked, fields={"scope": CacheScope(b"anne")})
 
@@ -301,17 +307,11 @@ class Served:
         """Streams end by the weights with which they began; then nothing of those is used."""
         plain = [each for each in self.asked if not each.model][:3]
         models = {kind: self.made.retrained(kind) for kind in self.kinds}
-        futures = submit_all(cluster, plain, to=[*cluster.routers])
-        self.wait_for(lambda: self.has_begun(cluster))
-        operator = Operator(cluster)
+        futures, operator = self.begun(cluster, plain), Operator(cluster)
+        Served.step_s = 0.0
         for kind, path in models.items():
-            named = f"-{kind}-" if kind != self.row["model"] else "-"
-            workers = [
-                w
-                for w in sorted(cluster.workers)
-                if w.rpartition("-")[0] + "-" in (f"prefill{named}", f"decode{named}")
-            ]
-            operator.update(path, UpdateMode.DRAIN, workers)
+            of_kind = [w for w in sorted(cluster.workers) if self.kind_of(w) == kind]
+            operator.update(path, UpdateMode.DRAIN, of_kind)
         answers = ended(cluster, futures)
         assert not (wrong := differences(plain, answers, self.right[: len(plain)])), wrong
         before, self.right = self.right, self.plain.answers(self.asked, models)
@@ -325,6 +325,10 @@ class Served:
             assert self.ask(cluster, who) > 0, f"{who} found nothing"
         settle(cluster)
         assert_clean(cluster)
+
+    def kind_of(self, worker: str) -> str:
+        """Those of the second model are named after it."""
+        return self.other if f"-{self.other}-" in worker else self.row["model"]
 
     @staticmethod
     def counted(cluster: LocalCluster, name: str) -> float:

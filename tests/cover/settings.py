@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from kvrelay.engine.support import Capability, How, No, Trait, no_to
 
@@ -67,6 +67,19 @@ _ASKED: dict[tuple[str, str], Capability] = {
     ("sessions", YES): C.SESSIONS,
     ("classes", YES): C.CLASSES,
 }
+COLUMNS: dict[str, tuple[str, str]] = {  # which columns of the matrix rows show
+    "one process": ("computes", "process"),
+    "ranks": ("computes", "ranks"),
+    "states": ("model", "hybrid"),
+    "windows": ("model", "windows"),
+    "in all": ("model", "short"),
+    "MLA": ("model", "latent"),
+    "sparse": ("model", "sparse"),
+    "int8, int4": ("weights", "int8"),
+    "FP8 KV": ("kv", "fp8"),
+    "models": ("models", "two"),
+    "routers": ("routers", "two"),
+}
 HAVE_MTP = ("experts", "latent")  # whose checkpoints here have such a layer
 
 
@@ -90,6 +103,15 @@ def is_without(row: Mapping[str, str], capability: Capability) -> bool:
     """Whether it is asked for, and the row is served without it."""
     no = no_to(capability, traits_of(row))
     return no is not None and no.how is How.WITHOUT
+
+
+def served() -> Iterator[tuple[Capability, str]]:
+    """Capabilities with columns of the matrix that are together in some row."""
+    for asked, capability in _ASKED.items():
+        for column, value in COLUMNS.items():
+            row = dict((asked, value))
+            if is_valid(row) and no_to(capability, traits_of(row)) is None:
+                yield capability, column
 
 
 def cannot_be(row: Mapping[str, str]) -> bool:
