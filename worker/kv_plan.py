@@ -170,10 +170,10 @@ def plan_tiers(
     disk_codec: DiskCodec = "none",
     packed_bytes: int = 0,
 ) -> KVPlan:
-    """`plan` with tiers of so many bytes; 0: no such tier. Raises BuildError where one would not
+    """`plan` with tiers of so many bytes; 0: no such tier. KV that stays exact has none of
+    `packed_bytes`, though other models of the server may. Raises BuildError where a tier would not
     hold a block, or cannot be."""
-    if packed_bytes and (no := why_exact(plan.spec)):
-        raise BuildError(f"tiers.packed_gib: {no.text}; set it to 0")
+    packed_bytes = 0 if why_exact(plan.spec) else packed_bytes
     if packed_bytes and not host_bytes:
         raise BuildError(
             "tiers.packed_gib without tiers.host_gib: blocks reach it by way of host memory; set"

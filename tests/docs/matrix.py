@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter
 
 from kvrelay.engine.support import RULES, Capability, How, Trait, no_to
+from tests.cover.settings import served
 from tests.docs.modules import between_marks
 from tests.structure import ROOT
 
@@ -220,6 +221,12 @@ TESTED: dict[Capability, dict[str, str]] = {
         "models": "cluster/test_model_changes.py::test_one_is_offered_when_its_workers_are_up",
     },
 }
+
+
+# Where a test of its own is named, that says more.
+_COVER = "cover/test_cover.py::test_a_row_answers_as_a_plain_worker"
+for _capability, _place in served():
+    TESTED[_capability].setdefault(_place, _COVER)
 
 
 def cell(capability: Capability, place: str) -> str:

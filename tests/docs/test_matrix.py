@@ -56,7 +56,7 @@ from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.kvtransfer.movers import object as object_tier
 from kvrelay.kvtransfer.movers.opening import TierSettings
 from kvrelay.worker.build import build, open_runner
-from kvrelay.worker.kv_plan import BuildError, model_config, plan_kv, plan_tiers
+from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.node import Worker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from tests.docs.matrix import PAGE, PLACES, README, TESTED, cell, with_counts, with_matrix
@@ -74,6 +74,7 @@ C, T = Capability, Trait
 Make = Callable[..., Path]  # a tiny checkpoint of a family
 FAMILY = {T.STATES: "qwen3.5", T.LAYERWISE: "minimax-m2", T.ONLY_WINDOWS: "mistral-window"}
 FAMILY |= {T.LATENT: "deepseek3", T.SPARSE: "deepseek32", T.UNEVEN_KV: "gemma4"}
+NO_TIERS = TiersSection(host_gib=0.0)
 VERSION = WeightVersion("new", b"d", "/nowhere")
 ERRORS = (ConfigError, BuildError, ModelError, AdapterError, AgentError)
 VLLM: dict[str, Any] = {"runs": "vllm", "python": sys.executable, "block_size": 32}
@@ -105,13 +106,14 @@ def spec_of(path: Path, **engine: Any) -> WorkerSpec:
     return WorkerSpec("none", "decode-0", Role.DECODE, 1, str(path), model, section, tiers)
 
 
-def notices_of_ours(path: Path, **engine: Any) -> str:
-    """Those of a worker that was built, and proposes no drafts."""
+def notices_of_ours(path: Path, tiers: TiersSection = NO_TIERS, **engine: Any) -> str:
+    """Those of a worker that was built, and proposes no drafts, or keeps nothing in four bits."""
     configs: list[Any] = []
-    spec = replace(spec_of(path, **engine), tiers=TiersSection(host_gib=0.0))
+    spec = replace(spec_of(path, **engine), tiers=tiers, num_sharing=1)
     make: Any = lambda config, records: configs.append(config)  # noqa: E731
     built = build(spec, make, BuildOptions(cast(Any, FakeAgent)))
-    assert configs[0].num_speculative_tokens == 0
+    [config] = configs
+    assert (config.num_packed_blocks if tiers.packed_gib else config.num_speculative_tokens) == 0
     return "\n".join(built.notices)
 
 
@@ -248,9 +250,8 @@ def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.Mon
     if T.VLLM not in no.where:
         family = next((FAMILY[each] for each in no.where if each in FAMILY), "llama")
         own: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}
-        engine = EngineSection(num_blocks=8, **own)
-        plan = plan_kv(model_config(make(family), engine), engine, "bfloat16")
-        return error_of(lambda: plan_tiers(plan, 1 << 30, 0, packed_bytes=1 << 30))
+        tiers = TiersSection(host_gib=0.01, packed_gib=0.01)
+        return notices_of_ours(make(family), tiers, **own)
     path = make(FAMILY[T.STATES] if T.STATES in no.where else "llama")
     apart = CONTEXT if T.CONTEXT_PARALLEL in no.where else {}
     told = notices_of_vllm(path, monkeypatch, others=T.OTHER_KV in no.where, **apart)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from kvrelay.cluster.control.audits import audit_dict
 from kvrelay.cluster.roles import build_worker
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
-from kvrelay.engine.host import LoopThread, NodeHost
+from kvrelay.engine.host import Executor, LoopThread, NodeHost
 from kvrelay.engine.kv.scope import UNSALTED, CacheScope
 from kvrelay.engine.node import Effect, NodeId
 from kvrelay.engine.request import (
@@ -113,9 +113,11 @@ class LocalCluster:
         decode: int = 1,
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: Literal["cpu", "cuda"] = "cpu",
+        quantization: Literal["none", "int8", "int4", "fp8"] = "none",
         engine: EngineSection | None = None,
         engines: Mapping[Role, EngineSection] | None = None,
         router: RouterConfig | None = None,
+        num_routers: int = 1,
         corrupt: Callable[..., None] | None = None,
         host_bytes: int = 0,
         disk_bytes: int = 0,
@@ -123,8 +125,9 @@ class LocalCluster:
         further: Mapping[str, str | Path] | None = None,
         **tiers: Any,
     ) -> None:
-        """`engines`: of the workers of a role, in place of `engine`. `host_bytes`, `disk_bytes`: of
-        every worker. `further`: models by name, each with as many workers, named after it; the
+        """`engines`: of the workers of a role, in place of `engine`. `num_routers`: each knows all
+        workers, and hears where the others send prompts. `host_bytes`, `disk_bytes`: of every
+        worker. `further`: models by name, each with as many workers, named after it; the
         first model's name is "". `tiers`: as in TiersSection. Two clusters with the same disk_path
         continue each other, and two of one `name` may by what is left in host memory."""
         self._thread = LoopThread("local-cluster")
@@ -132,8 +135,13 @@ class LocalCluster:
         self._leaves_memory = bool(name)
         self.host = NodeHost(self._thread.loop, on_failure=self._on_failure)
         self._models = {"": model, **(further or {})}
-        routers = {name: Router(ROUTER, router, clock=time.perf_counter) for name in self._models}
-        self.router, self._node = routers[""], ModelRouters(routers)
+        self.routers: dict[NodeId, ModelRouters] = {}
+        for number in range(num_routers):
+            node = f"router-{number}"
+            each = {name: Router(node, router, clock=time.perf_counter) for name in self._models}
+            self.routers[node] = ModelRouters(each)
+        self._node = self.routers[ROUTER]
+        self.router = self._node.routers[""]
         self._client = _Client()
         self._ids = itertools.count()
         roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode
@@ -147,7 +155,9 @@ class LocalCluster:
                     role=role,
                     epoch=1,
                     model_dir=str(path),
-                    model=ModelSection(name=str(path), dtype=dtype, device=device),
+                    model=ModelSection(
+                        name=str(path), dtype=dtype, device=device, quantization=quantization
+                    ),
                     engine=(engines or {}).get(role) or engine or EngineSection(),
                     tiers=TiersSection(**tiers),
                     num_sharing=1,
@@ -159,6 +169,7 @@ class LocalCluster:
         ]
         self._options = BuildOptions(corrupt=corrupt)
         self.workers: dict[NodeId, BuiltWorker] = {}
+        self._of_killed: list[Executor] = []
 
     def __enter__(self) -> LocalCluster:
         try:
@@ -173,6 +184,8 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         async def close() -> None:
             await asyncio.to_thread(self.host.close)
+            for executor in self._of_killed:
+                await asyncio.to_thread(executor.close)
 
         self._thread.submit(close()).result(60.0)
         self._thread.close()
@@ -188,6 +201,7 @@ class LocalCluster:
         scope: CacheScope = UNSALTED,
         request_id: str | None = None,
         model: str = "",
+        router: NodeId = ROUTER,
         **fields: Any,
     ) -> Future[Completion]:
         """The future's result is the whole answer, or what it failed with. fields: as of Submit."""
@@ -199,7 +213,7 @@ class LocalCluster:
         def begin() -> None:
             completion = Completion(request_id, submitted_at=time.monotonic())
             self._client.waiting[request_id] = (completion, future)
-            self.host.deliver(ROUTER, ForModel(model, submit))
+            self.host.deliver(router, ForModel(model, submit))
 
         self._thread.loop.call_soon_threadsafe(begin)
         return future
@@ -223,8 +237,8 @@ class LocalCluster:
 
         def forget() -> None:
             self._client.waiting.pop(request_id, None)
-            for model in self._models:
-                self.host.deliver(ROUTER, ForModel(model, Cancel(request_id)))
+            for router, model in itertools.product(self.routers, self._models):
+                self.host.deliver(router, ForModel(model, Cancel(request_id)))
 
         self._thread.call(forget)
 
@@ -233,12 +247,15 @@ class LocalCluster:
         return self._thread.call(lambda: self._node.routers[model].explain(request_id))
 
     def kill(self, worker: NodeId) -> None:
-        """It neither hears nor says anything more; the router is told at once, its peers never."""
+        """It neither hears nor says anything more; routers are told at once, its peers never."""
 
         def end() -> None:
             del self.host.nodes[worker]
+            # Its memory stays till the end: others may be reading it.
+            self._of_killed.append(self.host._executors.pop(worker))
             built = self.workers.pop(worker)
-            self.host.deliver(ROUTER, WorkerDown(worker, built.info.epoch, "killed"))
+            for router in self.routers:
+                self.host.deliver(router, WorkerDown(worker, built.info.epoch, "killed"))
 
         self._thread.call(end)
 
@@ -268,7 +285,8 @@ class LocalCluster:
         """What is leaked; empty if all is well."""
 
         def look() -> list[str]:
-            nodes: list[Any] = [self._node, *(built.node for built in self.workers.values())]
+            workers = (built.node for built in self.workers.values())
+            nodes: list[Any] = [*self.routers.values(), *workers]
             return [line for node in nodes for line in node.check_idle()]
 
         return self._thread.call(look)
@@ -277,13 +295,16 @@ class LocalCluster:
         """Where the workers' blocks are, and what is leaked; see `cluster.control.audits`."""
 
         def look() -> dict[str, Any]:
-            status = self.router.status(self._thread.loop.time())
+            now = self._thread.loop.time()
+            each = [router.status(now) for router in self.routers.values()]
+            num_live = sum(status.num_live + status.num_queued for status in each)
+            kept = [line for router in self.routers.values() for line in router.check_idle()]
             nodes: dict[NodeId, Any] = {worker: each.node for worker, each in self.workers.items()}
             audits = {
                 worker: None if worker in self.host.failed else node.audit()
                 for worker, node in nodes.items()
             }
-            return audit_dict(audits, status.num_live + status.num_queued, self.router.check_idle())
+            return audit_dict(audits, num_live, kept)
 
         return self._thread.call(look)
 
@@ -300,7 +321,10 @@ class LocalCluster:
         return self._thread.call(look)
 
     def _start(self) -> None:
-        self.host.add(self._node)
+        for router in self.routers.values():
+            self.host.add(router)
+        for one, other in itertools.permutations(self.routers, 2):
+            self.host.deliver(one, RouterUp(other))
         self.host.add(self._client)
         for built in self.workers.values():
             self._add(built)
@@ -318,8 +342,9 @@ class LocalCluster:
             built.when_lost(functools.partial(self._on_lost, node_id))
 
     def _announce(self, built: BuiltWorker) -> None:
-        self.host.deliver(built.node.node_id, RouterUp(ROUTER))
-        self.host.deliver(ROUTER, WorkerUp(built.info))
+        for router in self.routers:
+            self.host.deliver(built.node.node_id, RouterUp(router))
+            self.host.deliver(router, WorkerUp(built.info))
 
     def _on_lost(self, node: NodeId, error: Exception) -> None:
         """From any thread: the worker gets no further message."""

@@ -29,9 +29,9 @@ from tests.engine.model.tiny import make_checkpoint, tokens_of
 LAYERS, NUM_DRAFTS = 3, 4
 
 
-def make_mtp(family: str, path: Path) -> None:
+def make_mtp(family: str, path: Path, **changes: int) -> None:
     """A random checkpoint whose last layer is none of the model's own: it drafts."""
-    make_checkpoint(family, path, {"num_hidden_layers": LAYERS + 1})
+    make_checkpoint(family, path, {"num_hidden_layers": LAYERS + 1, **changes})
     file = path / "model.safetensors"
     tensors, width = load_file(file), 96
     generator = torch.Generator().manual_seed(3)
