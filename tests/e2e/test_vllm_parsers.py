@@ -10,6 +10,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,12 @@ from kvrelay.cluster.api.output.vllm_parsers import VllmParsers
 from kvrelay.decode_worker.vllm.parser_process import ParserProcess
 from tests.cluster.api.conftest import Served, serve, wait_until
 from tests.cluster.api.output.test_vllm_parsers import children
-from tests.cluster.api.reply_formats import FORMATS, Format
+from tests.cluster.api.reply_formats import FORMATS
 from tests.cluster.api.tools.templates import (
     OSLO,
     SPOKEN,
     THINKING,
     THOUGHT,
-    as_new,
     says,
     tokenizer_with,
 )
@@ -41,68 +42,60 @@ THOUGHTS = f"Here is my thought process: {THOUGHT} Here is my response:"
 CALL = '<function_calls>weather(city="Oslo")</function_calls>'
 
 
-@pytest.fixture(scope="module")
-def server(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("parsers")
+@contextmanager
+def serving(smollm2_dir: Path, folder: Path, **names: str) -> Iterator[Served]:
     made = tokenizer_with(smollm2_dir, folder, THINKING)
-    settings = ApiSettings(request_timeout_s=400, tool_parser="olmo3", reasoning_parser="granite")
+    settings = ApiSettings(request_timeout_s=400, **names)
     parsers = VllmParsers(ParserProcess(PYTHON, folder, *settings.vllm_parsers))
     with serve(made, settings, context={"vllm_parsers": parsers}) as running:
         running.http.timeout = 400
+        running.router.per_output = 1
         yield running
 
 
-@pytest.fixture
-def served(server: Served) -> Iterator[Served]:
-    with as_new(server):
-        yield server
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.api.endpoint)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_the_model_says_is_told_apart(served: Served, form: Format, stream: bool) -> None:
-    served.router.per_output = 1
-    says(served, f"{THOUGHTS}{CALL}")
-    answer = form.ask(served, stream=stream, **form.tools("weather"), **form.thinks)
-    assert (answer.thought.strip(), answer.text.strip()) == (THOUGHT, "")
-    assert (answer.names, answer.arguments, answer.ended) == (["weather"], OSLO, form.ended[2])
-    says(served, f"{THOUGHTS}{SPOKEN}")
-    answer = form.ask(served, stream=stream, **form.tools("weather"), **form.thinks)
-    assert (answer.thought.strip(), answer.text.strip()) == (THOUGHT, SPOKEN)
-    assert (answer.names, answer.ended) == ([], form.ended[0])
+def test_calls_are_read(smollm2_dir: Path, tmp_path: Path) -> None:
+    with serving(smollm2_dir, tmp_path, tool_parser="olmo3") as served:
+        for form, stream in product(FORMATS, (False, True)):
+            says(served, CALL)
+            answer = form.ask(served, stream=stream, **form.tools("weather"))
+            assert (answer.text, answer.names, answer.arguments) == ("", ["weather"], OSLO)
+            assert answer.ended == form.ended[2]
+            says(served, SPOKEN)
+            answer = form.ask(served, stream=stream, **form.tools("weather"))
+            assert (answer.text, answer.names, answer.ended) == (SPOKEN, [], form.ended[0])
 
 
 def test_a_call_that_a_parser_finds_in_no_part_of_a_stream_is_found_at_its_end(
     smollm2_dir: Path, tmp_path: Path
 ) -> None:
-    made = tokenizer_with(smollm2_dir, tmp_path, THINKING)
-    settings = ApiSettings(request_timeout_s=400, tool_parser="phi4_mini_json")
-    process = ParserProcess(PYTHON, tmp_path, *settings.vllm_parsers)
-    with serve(made, settings, context={"vllm_parsers": VllmParsers(process)}) as served:
-        served.http.timeout = 400
+    with serving(smollm2_dir, tmp_path, tool_parser="phi4_mini_json") as served:
         says(served, f'functools[{{"name": "weather", "arguments": {OSLO}}}]')
         for form in FORMATS:
             answer = form.ask(served, stream=True, **form.tools("weather"))
             assert (answer.names, answer.arguments) == (["weather"], OSLO)
 
 
-def test_kill_9_in_the_middle_of_many_streams_fails_none(served: Served) -> None:
-    says(served, f"{THOUGHTS}{SPOKEN}")
-    served.router.per_output, served.router.delay_s = 1, 0.1
+def test_kill_9_in_the_middle_of_many_streams_fails_none(smollm2_dir: Path, tmp_path: Path) -> None:
     chat, answers = FORMATS[0], []
 
     def ask() -> None:
         answers.append(chat.ask(served, stream=True))
 
-    threads = [threading.Thread(target=ask) for _ in range(60)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: len(served.router.submits) == len(threads))
-    time.sleep(1.0)
-    [process] = children()
-    process.kill()
-    for thread in threads:
-        thread.join(200)
+    with serving(smollm2_dir, tmp_path, reasoning_parser="granite") as served:
+        says(served, f"{THOUGHTS}{SPOKEN}")
+        for form, stream in product(FORMATS, (False, True)):
+            answer = form.ask(served, stream=stream, **form.thinks)
+            assert (answer.thought.strip(), answer.text.strip()) == (THOUGHT, SPOKEN)
+        num_before, served.router.delay_s = len(served.router.submits), 0.1
+        threads = [threading.Thread(target=ask) for _ in range(60)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(served.router.submits) == num_before + len(threads))
+        time.sleep(1.0)
+        [process] = children()
+        process.kill()
+        for thread in threads:
+            thread.join(300)
     assert [(a.thought.strip(), a.text.strip()) for a in answers] == [(THOUGHT, SPOKEN)] * 60
 
 
