@@ -30,7 +30,7 @@ _log = logging.getLogger("kvrelay.api")
 ANSWER_S = 30.0  # to a part, the wait for others included; the process ends itself before
 TRIES = 2  # processes that a part may end before it is left as it is
 AT_ONCE = 512  # parts that are at the process; others wait for these
-MOST_BYTES = 64 << 20  # of one frame
+MOST_BYTES = 64 << 20  # a frame may have so many
 AGAIN = Backoff(1.0, 60.0)  # after a start that failed
 
 
@@ -102,7 +102,7 @@ class _Process:
 
     async def _listen(self) -> None:
         decoder = msgspec.json.Decoder(Answer)
-        with contextlib.suppress(OSError, ValueError):  # of msgspec too
+        with contextlib.suppress(OSError, ValueError):  # msgspec's is one
             while line := await self._reader.readline():
                 answer = decoder.decode(line)
                 asked = self._asked.get(answer.number)
@@ -144,8 +144,8 @@ class VllmParsers:
         return replace(reading, outside=replace(reading.outside, kwargs=kwargs, shows=shows))
 
     def reader(self, reading: Reading, prompt: Sequence[int], *, is_whole: bool) -> VllmReader:
-        """Of one output, which follows the tokens of `prompt`. `is_whole`: nothing is sent before
-        its end."""
+        """Make one for an output that follows the tokens of `prompt`. `is_whole`: nothing is sent
+        before its end."""
         return VllmReader(self, reading, prompt, next(self._keys), is_whole=is_whole)
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class VllmReader:
         self._parts: list[Part] = []
         self._text, self._waiting = "", list[Part]()  # all; what waits for the end
         self._placed = 0  # character up to which texts were found in it
-        self._arguments: str | None = None  # of the call that began last
+        self._arguments: str | None = None  # the call that began last has these
         self._is_lost = self._is_done = False
 
     async def read(self, parts: Sequence[Part], *, is_last: bool) -> tuple[Event, ...]:
@@ -246,7 +246,7 @@ class VllmReader:
         return "".join(event.text for event in found if isinstance(event, Text))
 
     def close(self) -> None:
-        """No part follows."""
+        """Have the process forget it: no part follows."""
         if self._process is not None and not self._is_done:
             self._process.send(Ask(0, self._key))
 
@@ -278,7 +278,7 @@ class VllmReader:
         return [("text", text, "")] if text else []
 
     async def _answer(self, parts: list[Part], *, is_last: bool) -> Answer:
-        """Raises ParsersAway, ConnectionError."""
+        """Ask, with what the process has to know. Raises ParsersAway, ConnectionError."""
         process = await self._parsers.process()
         opened = None if process is self._process else self._opened()
         self._process = process
