@@ -17,8 +17,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from msgspec import Meta, ValidationError, convert, field
 from msgspec.structs import asdict, fields, replace
 
+from kvrelay.cluster import parser_names
 from kvrelay.cluster.config_checks import name_table, no_scaling, not_of_vllm, python_with_vllm
 from kvrelay.cluster.events.section import EventsSection
+from kvrelay.cluster.parser_names import REASONING, REASONING_OF_VLLM, TOOLS, TOOLS_OF_VLLM
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
 from kvrelay.engine.logs import LogSection
 from kvrelay.engine.settings import ConfigError as ConfigError
@@ -107,12 +109,7 @@ class AdapterEntry(Section, frozen=True):
     tenants: tuple[str, ...] = ()  # who may use it; empty: whoever may use the model
 
 
-ToolParser = Literal[
-    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek",
-    "glm", "kimi", "minimax", "harmony", "seed_oss", "llama4_json", "gemma4",
-]  # fmt: skip
-
-
+ParserName = Annotated[str, matching("[A-Za-z0-9_.-]{1,64}", "the name of a parser")]
 _KEY = "16 characters or more"
 Key = Annotated[str, matching("|[!-~]{16,}", _KEY, secret=True)]
 
@@ -156,14 +153,26 @@ class ApiSection(Section, frozen=True):
     ] = "auto"
     # how the model writes tool calls: "auto" goes by its chat template, "none" leaves them in the
     # text; or hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm, kimi, minimax,
-    # harmony, seed_oss, llama4_json, gemma4
-    tool_parser: ToolParser = "auto"
+    # harmony, seed_oss, llama4_json, gemma4; where vLLM runs, any that it has
+    tool_parser: ParserName = "auto"
     # "think" takes <think> tags out of the text, "mistral" [THINK], "seed_oss" <seed:think>,
-    # "gemma4" <|channel>; "none" leaves them; "auto" goes by the template
-    reasoning_parser: Literal["auto", "think", "mistral", "seed_oss", "gemma4", "none"] = "auto"
+    # "gemma4" <|channel>; "none" leaves them; "auto" goes by the template; or as vLLM has it
+    reasoning_parser: ParserName = "auto"
     # false: a special token that is written in a message, a tool or its result is text, as with
     # split_special_tokens of transformers; true: whoever writes <|im_end|> ends the turn
     parse_special_tokens_in_messages: bool = False
+
+    @property
+    def own_parsers(self) -> tuple[str, str]:
+        """Ours, of tool calls and of reasoning; "": vLLM's is to read them."""
+        tool = parser_names.own(self.tool_parser, TOOLS, TOOLS_OF_VLLM)
+        return tool, parser_names.own(self.reasoning_parser, REASONING, REASONING_OF_VLLM)
+
+    @property
+    def vllm_parsers(self) -> tuple[str, str]:
+        """Likewise, vLLM's; "": ours is to read them."""
+        tool, reasoning = self.own_parsers
+        return "" if tool else self.tool_parser, "" if reasoning else self.reasoning_parser
 
 
 class TlsSection(Section, frozen=True):
@@ -566,6 +575,8 @@ def _not_with_vllm(config: Config) -> str:
     """Why workers cannot compute with what engine.runs says; "": they can."""
     runs, python = config.engine.runs, config.engine.python
     if runs == "kvrelay":
+        if why := parser_names.not_ours(*config.api.vllm_parsers):
+            return why
         return "" if not python else f"engine.python = '{python}' is for engine.runs = 'vllm'"
     if not python:
         return (

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from kvrelay.cluster.config import ClusterSection, Config
 from kvrelay.cluster.config_checks import no_scaling
 from kvrelay.decode_worker.vllm.form import Form, elsewhere, form_of
+from kvrelay.decode_worker.vllm.parser_process import parser_process
 from kvrelay.decode_worker.vllm.plan import form_lines, longest, plan_form
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.identity import checkpoint_identity
@@ -164,6 +165,7 @@ def _planned(
 ) -> _Planned:
     """By the engine that computes. Raises BuildError, ModelError."""
     engines = _engines(config, on_gpu)
+    _check_parsers(config, path, progress)
     if config.engine.runs == "vllm" and not is_here and not Path(config.engine.python).exists():
         return _planned_by_vllm(config, path, engines, elsewhere(path), on_gpu)
     if config.engine.runs == "vllm":
@@ -181,6 +183,20 @@ def _planned(
     plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}
     lengths = (resolve_max_model_len(model, engines[role], plans[role]) for role in engines)
     return _Planned(plans, min(lengths), shape=model)
+
+
+def _check_parsers(config: Config, path: Path, progress: Progress) -> None:
+    """Raises BuildError where vLLM does not know those that are set, or not for this model."""
+    process = parser_process(config.engine, path, config.api.vllm_parsers)
+    if process is None:
+        return
+    progress("asking vLLM for its parsers")
+    try:
+        why = process.check()
+    except (OSError, ValueError) as error:
+        why = f"vLLM has not said whether it has its parsers: {error}"
+    if why:
+        raise BuildError(why)
 
 
 def _planned_by_vllm(

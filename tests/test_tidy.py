@@ -56,6 +56,7 @@ IMPURE_PLACES = (
     "decode_worker/vllm/engine",
     "decode_worker/vllm/images",
     "decode_worker/vllm/memory",
+    "decode_worker/vllm/parse",
     "decode_worker/vllm/ranks",
     "decode_worker/vllm/weights",
 )

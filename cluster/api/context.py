@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.openai.logprobs import TokenNames
     from kvrelay.cluster.api.operator import Operations
     from kvrelay.cluster.api.output.dialect import Dialect
+    from kvrelay.cluster.api.output.vllm_parsers import VllmParsers
     from kvrelay.engine.needs import Need
 
     AnyBatchStore = BatchStore | SharedBatchStore
@@ -124,6 +125,7 @@ class ApiContext:
     allowed: tuple[str, ...] = ()  # names of the tenants that may use it; empty: all may
     adapters: Adapters = field(default_factory=Adapters)  # all models' have one
     adapter_base: AdapterBase = field(default_factory=AdapterBase)
+    vllm_parsers: VllmParsers | None = None  # where ours are not to read its outputs
     tracing: Tracing | None = None
     cluster: str = ""  # its name, where several servers share it; a label of all metrics
     rates: RateLimits = field(default_factory=RateLimits)
@@ -173,7 +175,7 @@ class ApiContext:
         """These models from now on, of those that there are, in this order."""
         all_of = {each.model_name: each for each in self.all}
         for each in (each for name, each in all_of.items() if name not in names):
-            each.constraints.close()
+            each.end_processes()
         there = [all_of[name] for name in names if name in all_of]
         found = {alias: each for each in there for alias in (each.model_name, *each.aliases)}
         self.models.clear()
@@ -194,8 +196,8 @@ class ApiContext:
         self.token_names = TokenNames(self.tokenizer)
         template = self.tokenizer.chat_template
         source = template.source if template else ""
-        parsers = self.settings.tool_parser, self.settings.reasoning_parser
-        self.dialect = Dialect.of(source, *parsers)
+        outside = self.settings.vllm_parsers if self.vllm_parsers else ("", "")
+        self.dialect = Dialect.of(source, *self.settings.own_parsers, outside=outside)
         self.constraints = Constraints(self.tokenizer.directory, self.tokenizer.eos_token_ids)
 
     @property
@@ -276,13 +278,25 @@ class ApiContext:
 
     def close(self) -> None:
         for each in self.all:
-            each.constraints.close()
+            each.end_processes()
         self.store.close()
         self.responses.close()
         self.batches.close()
         for each in (self, *self.all):  # it may be of a model that was removed
             each.end_threads()
         self._parsing.close()
+
+    def warm_up(self) -> None:
+        """Start the processes that take a while to be ready."""
+        self.constraints.warm_up()
+        if self.vllm_parsers is not None:
+            self.vllm_parsers.warm_up()
+
+    def end_processes(self) -> None:
+        """A request that is left has them started again."""
+        self.constraints.close()
+        if self.vllm_parsers is not None:
+            self.vllm_parsers.close()
 
     def end_threads(self) -> None:
         """Nothing of this model is tokenised any more."""

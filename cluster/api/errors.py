@@ -173,6 +173,12 @@ def overloaded(message: str, retry_after_s: float) -> ApiError:
     return ApiError(status, message, type=type, code=code, retry_after_s=retry_after_s)
 
 
+def parser_lost(message: str) -> ApiError:
+    """503: what reads an answer is not there, or has ended within it."""
+    type = "service_unavailable_error"
+    return ApiError(503, message, type=type, code="parser_lost", retry_after_s=10.0)
+
+
 def shutting_down() -> ApiError:
     """503: the server has given live requests all the time that it had."""
     return ApiError(

@@ -20,6 +20,8 @@ from typing import Any
 
 import click
 
+from kvrelay.cluster.parser_names import REASONING_OF_VLLM, TOOLS_OF_VLLM
+
 GIB = 1 << 30
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -99,10 +101,6 @@ _IN_CHECKPOINT = dict.fromkeys(
     "none",
 )
 _E4M3 = "float8_e4m3"
-_TOOLS = dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseek_v32"), "deepseek")
-_TOOLS |= dict.fromkeys(("glm45", "glm47"), "glm") | {"kimi_k2": "kimi", "minimax_m2": "minimax"}
-_TOOLS |= {"openai": "harmony", "llama4_pythonic": "pythonic", "qwen3_xml": "qwen3_coder"}
-_THINKS = ("deepseek_r1", "deepseek_v3", "glm45", "glm47", "qwen3", "minimax_m2", "kimi_k2")
 VLLM = {
     "served-model-name": Flag("model.served_name", takes_several=True),
     "revision": Flag("model.revision"),
@@ -126,11 +124,8 @@ VLLM = {
     "moe-backend": Flag("engine.moe_backend"),
     "kv-offloading-size": Flag("tiers.host_gib"),
     "chat-template": Flag("model.chat_template"),
-    "tool-call-parser": Flag("api.tool_parser", values=_TOOLS),
-    "reasoning-parser": Flag(
-        "api.reasoning_parser",
-        values=dict.fromkeys(_THINKS, "think") | {"openai_gptoss": "auto"},
-    ),
+    "tool-call-parser": Flag("api.tool_parser", values=TOOLS_OF_VLLM),
+    "reasoning-parser": Flag("api.reasoning_parser", values=REASONING_OF_VLLM),
     "api-key": Flag("api.key", takes_several=True),
     "allowed-origins": Flag("api.cors_origins", read=origins),
     "ssl-certfile": Flag("tls.cert", also={"tls.api": True}),

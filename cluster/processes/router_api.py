@@ -21,6 +21,7 @@ from kvrelay.cluster.control.process_messages import RouterLoad
 from kvrelay.cluster.processes.adapter_bases import adapter_base
 from kvrelay.cluster.processes.router_spec import SHUTDOWN_S, ServedModel
 from kvrelay.cluster.status import StoreStatus
+from kvrelay.decode_worker.vllm.parser_process import parser_process
 from kvrelay.engine.host import NodeHost, settle_memory
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.node import NodeId
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvrelay.cluster.api.adapters import Adapters
     from kvrelay.cluster.api.client import RouterClient
     from kvrelay.cluster.api.context import ApiContext, ApiSettings
+    from kvrelay.cluster.api.output.vllm_parsers import VllmParsers
     from kvrelay.cluster.api.server import ServerCertificate
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
 
@@ -174,6 +176,13 @@ def _client_name(served: RouterHost, model: str) -> NodeId:
     return served.routers.node_id.replace("router", "api") + (f"/{model}" if model else "")
 
 
+def _parsers(config: Config, model_dir: Path) -> VllmParsers | None:
+    from kvrelay.cluster.api.output.vllm_parsers import VllmParsers
+
+    process = parser_process(config.engine, model_dir, config.api.vllm_parsers)
+    return None if process is None else VllmParsers(process)
+
+
 def _images(config: Config, model_dir: Path) -> dict[str, Any]:
     """The fields of a model's context that say of images."""
     from kvrelay.cluster.api.openai.pictures import has_vision
@@ -209,6 +218,7 @@ async def _of_model(
         "name": model,
         **await asyncio.to_thread(_images, config, served.served_models[model].path),
         "settings": _settings(config),
+        "vllm_parsers": _parsers(config, served.served_models[model].path),
         "public_prompts": prompts,
         "adapter_base": adapter_base(
             config, served.served_models[model].path, lambda: router.loads
@@ -225,7 +235,7 @@ async def offer_model(
         digest = await asyncio.to_thread(own["adapter_base"].digest)
         context.adapters.know_base(own["model_name"], digest)
     other = context.beside(**own)
-    other.constraints.warm_up()
+    other.warm_up()
 
 
 def forget_model(served: RouterHost, model: str, context: ApiContext | None) -> None:
@@ -265,7 +275,7 @@ async def open_context(
         adapters=await asyncio.to_thread(_open_adapters, served),
         log=config.log,
     )
-    context.constraints.warm_up()
+    context.warm_up()
     AdapterCollector(registry, partial(_adapter_uses, served, context.adapters))
     for model, its in others:
         await offer_model(served, context, model, its, access)

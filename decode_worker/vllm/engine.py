@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvrelay.decode_worker.vllm.adapters import VllmAdapters
 from kvrelay.decode_worker.vllm.copies import Copies
+from kvrelay.decode_worker.vllm.draws import keep_draws
 from kvrelay.decode_worker.vllm.images import ImageThread, Rendered
 from kvrelay.decode_worker.vllm.messages import (
     Begin,
@@ -156,6 +157,10 @@ class VllmEngine:
         own = {"seed": secrets.randbits(31), "scheduling_policy": "priority", **arguments, **extra}
         self._engine = _open(own, self._reports)
         self._engine.model_executor.register_failure_callback(self._on_rank_lost)
+        if _is_cpu() and not all(self._in_ranks(keep_draws)):
+            log.warning(
+                "vLLM %s samples as no version that is known: seeds may end it", self.version
+            )
         self._pool: NDArray[np.uint8] | SharedPool | None = None  # as ranks get it
         self._at: list[int] = []  # byte of a block at which the part of each rank begins
         if copies:
@@ -372,9 +377,13 @@ def _connector(name: NodeId, copies: Copies) -> dict[str, Any]:
 def _can_edit(arguments: Mapping[str, Any]) -> bool:
     """Whether vLLM takes logits processors of the interface that `edits` is of: its runner for
     GPUs has another one, and beside drafts it has none."""
+    return _is_cpu() and not arguments.get("speculative_config")
+
+
+def _is_cpu() -> bool:
     from vllm.platforms import current_platform
 
-    return bool(current_platform.is_cpu()) and not arguments.get("speculative_config")
+    return bool(current_platform.is_cpu())
 
 
 def _edits(arguments: Mapping[str, Any]) -> dict[str, Any]:

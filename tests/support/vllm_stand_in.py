@@ -237,7 +237,9 @@ class LLMEngine:
         for rank in range(num_ranks):
             sizes = {"tensor_parallel_size": num_ranks, "world_size": num_ranks, "rank": rank}
             of_rank = SimpleNamespace(**vars(config), parallel_config=SimpleNamespace(**sizes))
+            runner = dict.fromkeys(("sample_tokens", "discard_request_mask", "input_batch"))
             workers.append(SimpleNamespace(vllm_config=of_rank, rank=rank))
+            workers[-1].model_runner = SimpleNamespace(**runner)
             shape = num_blocks, max(1, NUM_HEADS // num_ranks), size, WIDTH
             kv.append([torch.zeros(shape) for _ in range(NUM_LAYERS)])
         config = workers[0].vllm_config

@@ -31,7 +31,10 @@ _BUILT = {each.__name__: each for each in (bool, int, float, str, bytes)} | {
     "none": None,
 }
 
-GIVEN = {"schedules": "daily 22:00-06:00 0-2"}  # text that is parsed where it arrives
+GIVEN = {
+    "schedules": "daily 22:00-06:00 0-2",  # text that is parsed where it arrives
+    **dict.fromkeys(("tool_parser", "reasoning_parser"), "auto"),  # once one of a list
+}
 
 
 class Table:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -16,6 +17,7 @@ from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
 
 from kvrelay.cluster.api.constraints.calls import Before, answer_grammar
 from kvrelay.cluster.api.constraints.grammar import grammar_of
+from kvrelay.decode_worker.vllm.draws import keep_draws
 from kvrelay.decode_worker.vllm.parameters import (
     EDITS,
     FATES,
@@ -86,6 +88,38 @@ def test_a_seed_is_given_only_where_a_client_has_given_one() -> None:
     drawn = replace(PLAIN, seed=7, grammar="start: /a/")
     assert options(drawn, sent=False)["seed"] is None
     assert options(drawn, sent=False, edits=False)["seed"] == 7
+
+
+class _Runner:
+    """Samples as vLLM's does: of all rows that have a generator, and of those whose prompt is not
+    computed to its end the draw is taken back."""
+
+    def __init__(self) -> None:
+        self.rows = [torch.Generator().manual_seed(7) for _ in range(2)]
+        self.input_batch = SimpleNamespace(generators=dict(enumerate(self.rows)))
+        self.discard_request_mask = SimpleNamespace(np=np.array([True, False]))
+
+    def sample_tokens(self) -> dict[int, int]:
+        found = self.input_batch.generators.items()
+        drawn = {row: int(torch.randint(1 << 30, (1,), generator=g)) for row, g in found}
+        for row in np.nonzero(self.discard_request_mask.np)[0]:
+            if (generator := self.input_batch.generators.get(int(row))) is not None:
+                generator.set_offset(generator.get_offset() - 4)
+        return drawn
+
+
+def test_a_seed_gives_the_same_draws_however_long_the_prompt_takes() -> None:
+    with pytest.raises(RuntimeError, match="offset"):
+        _Runner().sample_tokens()
+    runner = _Runner()
+    assert keep_draws(SimpleNamespace(model_runner=runner))
+    first, second = runner.sample_tokens(), runner.sample_tokens()
+    assert (set(first), set(second)) == ({1}, {1})
+    runner.discard_request_mask.np[:] = False
+    drawn = [runner.sample_tokens()[0] for _ in range(2)]
+    assert drawn == [first[1], second[1]]
+    assert list(runner.input_batch.generators.values()) in (runner.rows, runner.rows[::-1])
+    assert not keep_draws(SimpleNamespace(model_runner=object()))
 
 
 def test_what_depends_on_the_output_is_generated_again() -> None:

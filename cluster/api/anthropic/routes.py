@@ -190,7 +190,9 @@ def message_routes(ctx: ApiContext) -> list[ApiRoute]:
 
 async def _plan(ctx: ApiContext, request: MessagesChat, tenant: Tenant) -> Plan:
     _, think_end = ctx.dialect.thinks or THINK
-    if ctx.tokenizer.token_id(think_end) is None:  # nothing that could end the reasoning
+    outside = ctx.dialect.outside
+    # Nothing could end the reasoning.
+    if ctx.tokenizer.token_id(think_end) is None or (outside and outside.reasons):
         request = request.model_copy(update={"thinking_budget": None})
     with renamed(CHAT_NAMES):
         plan = await plan_chat(ctx, request, tenant)

@@ -146,7 +146,7 @@ class BlockFormat(Format):
         if piece.finish_reason is not None:
             self._last = piece
         made: list[dict[str, Any]] = []
-        for event in self._parser.read(piece.text, is_last=self._last is not None):
+        for event in self._parser.take(piece):
             if isinstance(event, Arguments):
                 made += self._write(event)
                 continue
@@ -244,6 +244,7 @@ def joined(pieces: Sequence[Piece], index: int) -> Piece:
         logprobs=tuple(tuple(chain.from_iterable(runs)) for runs in lists),
         embedding=mine[0].embedding,
         prompt_logprobs=mine[0].prompt_logprobs,
+        events=tuple(chain.from_iterable(piece.events for piece in mine)),
     )
 
 
@@ -259,7 +260,7 @@ class _Reader:
         self._input: CustomInput | None = None  # text of the call that is under way
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        events = self._parser.read(piece.text, is_last=piece.finish_reason is not None)
+        events = self._parser.take(piece)
         is_shown = [self._reasoning or not isinstance(event, Reasoning) for event in events]
         deltas: list[dict[str, Any]] = []
         for event in compress(events, is_shown):

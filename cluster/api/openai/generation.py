@@ -16,12 +16,14 @@ from typing import Any
 from kvrelay.cluster.api.calls import Call, CallResult
 from kvrelay.cluster.api.client import RequestStream
 from kvrelay.cluster.api.context import ApiContext
-from kvrelay.cluster.api.errors import refused, shutting_down
+from kvrelay.cluster.api.errors import parser_lost, refused, shutting_down
 from kvrelay.cluster.api.limiter import caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Piece, Plan, TokenText
 from kvrelay.cluster.api.output.events import THINK
+from kvrelay.cluster.api.output.vllm_parsers import CallLost, VllmReader
 from kvrelay.cluster.api.text.detokenizer import Detokenizer
 from kvrelay.cluster.api.utility.weights import usage_of_weights
+from kvrelay.decode_worker.vllm.parse import Part
 from kvrelay.engine.request import FinishReason, Refusal, TokenLogprobs
 from kvrelay.router.messages import Failed, Output, Submit
 
@@ -60,6 +62,8 @@ class Choice:
         self._own_ends = ctx.tokenizer.eos_token_ids
         self._held: list[TokenText] = []
         self._untold: list[int] = []  # token ids that no piece has had yet
+        self._unread: list[Part] = []  # likewise, where others read them
+        self._is_outside = _is_outside(whole)
         self._begun = False
         self.num_reasoning_tokens = 0  # where its marks are tokens
         self.drafts = 0, 0  # accepted and rejected
@@ -78,13 +82,13 @@ class Choice:
     def absorb(self, output: Output) -> Piece:
         """Take tokens; return the text that is certain now."""
         detokenizer = self._detokenizer
-        texts: list[str] = []
+        parts: list[Part] = []
         num_before, stop_token = self.num_tokens, None
         embedding = b""
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if not self._begun:
             self._begun = True
-            texts.append(self.plan.text)
+            parts.append(Part(self.plan.text, ()))
             embedding, prompt_logprobs = self._take_prompt()
         if self.plan.is_silent:
             output = replace(output, tokens=(), finish=output.finish and FinishReason.LENGTH)
@@ -99,13 +103,11 @@ class Choice:
             if self._wants_logprobs and i < len(output.logprobs) and (is_text or self._tells_ids):
                 offset = len(self.plan.text) + detokenizer.num_decoded
                 self._held.append(TokenText(token, output.logprobs[i], offset))
-            if not is_text:
-                break
-            texts.append(detokenizer.push(token))
-            if detokenizer.stopped:
+            parts.append(Part(detokenizer.push(token) if is_text else "", (token,)))
+            if not is_text or detokenizer.stopped:
                 break
         if output.finish is not None and not detokenizer.stopped:
-            texts.append(detokenizer.finish())
+            parts.append(Part(detokenizer.finish(), ()))
         if detokenizer.stopped:
             self.finish_reason = FinishReason.STOP.value
         elif output.finish is not None:
@@ -115,9 +117,10 @@ class Choice:
         self.weights = output.weights or self.weights
         self.drafts = output.drafts
         self._untold += output.tokens[: self.num_tokens - num_before]
+        self._unread += parts if self._is_outside else ()
         piece = Piece(
             self.plan.index,
-            "".join(texts),
+            "".join(part.text for part in parts),
             self._certain_tokens(),
             self.finish_reason,
             detokenizer.stopped_by,
@@ -128,7 +131,8 @@ class Choice:
         if piece.is_empty:  # such as half a character: nothing is sent
             return piece
         ids, self._untold = tuple(self._untold), []
-        return replace(piece, token_ids=ids)
+        unread, self._unread = tuple(self._unread), []
+        return replace(piece, token_ids=ids, parts=unread)
 
     def _count_reasoning(self, token: int) -> None:
         if token in self._marks:
@@ -160,6 +164,20 @@ class Choice:
         return certain
 
 
+def _is_outside(plan: Plan) -> bool:
+    return plan.reading is not None and plan.reading.outside is not None
+
+
+def _readers(ctx: ApiContext, plan: Plan) -> list[VllmReader]:
+    """One of each choice, where outputs are read by parsers that are not here."""
+    if not _is_outside(plan):
+        return []
+    assert plan.reading is not None
+    assert ctx.vllm_parsers is not None
+    make, is_whole = ctx.vllm_parsers.reader, not plan.stream
+    return [make(plan.reading, each.tokens, is_whole=is_whole) for each in plan.choices]
+
+
 def _cut(logprobs: Sequence[TokenLogprobs], num_best: int) -> tuple[TokenLogprobs, ...]:
     """With so many alternatives: echo and `prompt_logprobs` may have asked for different ones."""
     return tuple(replace(each, top=each.top[:num_best]) for each in logprobs)
@@ -187,6 +205,8 @@ class Generation:
         self._started_at = call.received_at
         self._is_timed = not call.is_row  # in the histograms of what clients wait for
         self._deadline = call.arrived_at + call.timeout_s
+        self._readers = _readers(ctx, plan)
+        self._reading: asyncio.Task[list[Piece]] | None = None
 
     async def batches(self, tick_s: float = 0.0) -> AsyncIterator[list[Piece]]:
         """What is new, at most one piece per choice at a time; also nothing, every `tick_s` seconds
@@ -206,6 +226,13 @@ class Generation:
                     return
                 pieces = self._take()
                 self._submit(loop.time())
+                if self._readers and pieces:
+                    self._reading = asyncio.create_task(self._told_apart(pieces))
+                    async for _ in self._while_read(tick_s):
+                        yield []
+                    if self.gone:
+                        return
+                    pieces = self._reading.result()
                 if any(stream.has_unread for stream in self._streams.values()):
                     self._signal.set()
                 is_tick, self._is_tick = self._is_tick, False
@@ -216,6 +243,35 @@ class Generation:
             timer.cancel()
             if ticks is not None:
                 ticks.cancel()
+
+    async def _told_apart(self, pieces: list[Piece]) -> list[Piece]:
+        """With what they say, by parsers that are not here. Raises ApiError."""
+
+        async def read(piece: Piece) -> Piece:
+            is_last = piece.finish_reason is not None
+            reader = self._readers[piece.index]
+            events = await reader.read(piece.parts, is_last=is_last)
+            return replace(piece, events=events, parts=())
+
+        try:
+            async with asyncio.timeout_at(self._deadline + _DEADLINE_GRACE_S):
+                return await asyncio.gather(*map(read, pieces))
+        except TimeoutError:
+            detail = f"not done in {self._timeout_s:g} s"
+            raise refused(Failed("", Refusal.DEADLINE, detail)) from None
+        except CallLost as lost:
+            raise parser_lost(str(lost)) from None
+
+    async def _while_read(self, tick_s: float) -> AsyncIterator[None]:
+        """Until `_reading` is done; yields every `tick_s` seconds (0: never)."""
+        assert self._reading is not None
+        while not self._reading.done():
+            try:
+                await asyncio.wait({self._reading}, timeout=tick_s or None)
+            except asyncio.CancelledError:
+                raise shutting_down() from None
+            if not self._reading.done():
+                yield
 
     async def _tick(self, every_s: float) -> None:
         while True:
@@ -234,6 +290,10 @@ class Generation:
         self._unsent.clear()
         for index in list(self._streams):
             self._cancel(index)
+        if self._reading is not None:
+            self._reading.cancel()
+        for reader in self._readers:
+            reader.close()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage: each prompt counts once, however many choices it has."""

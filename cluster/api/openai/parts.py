@@ -12,7 +12,9 @@ from kvrelay.engine.service_class import ServiceClass
 
 if TYPE_CHECKING:
     from kvrelay.cluster.api.output.dialect import Reading
+    from kvrelay.cluster.api.output.events import Event
     from kvrelay.cluster.api.tenants import Tenant
+    from kvrelay.decode_worker.vllm.parse import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Piece:
     logprobs: tuple[tuple[msgspec.Raw, ...], ...] = ()  # lists, encoded by the answer's format
     embedding: bytes = b""  # float32
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the prompt's second token on
+    parts: tuple[Part, ...] = ()  # of its text, for parsers that are not here
+    events: tuple[Event, ...] = ()  # what these have read in it
 
     @property
     def is_empty(self) -> bool:

@@ -24,6 +24,7 @@ from kvrelay.cluster.api.incoming import check_token_ids
 from kvrelay.cluster.api.limiter import LimitReached, caller_name
 from kvrelay.cluster.api.openai.parts import ChoicePlan, Plan
 from kvrelay.cluster.api.openai.pictures import readable, with_images
+from kvrelay.cluster.api.openai.reading import budget_of, reading_of, template_kwargs
 from kvrelay.cluster.api.openai.schema import (
     MAX_SCORED_TOKENS,
     ChatRequest,
@@ -55,7 +56,6 @@ from kvrelay.engine.request import (
     DEFAULTS,
     NUMBERS,
     SPEC_FIELDS,
-    ReasoningBudget,
     Refusal,
     RequestSpec,
     SamplingParams,
@@ -128,12 +128,7 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Pl
     prompt = await chat_prompt(ctx, request, tenant, keep)
     tokens = truncated(prompt.tokens, keep)
     room = room_after(ctx, tokens, "messages", is_scored=request.prompt_logprobs is not None)
-    given = [tool.tool() for tool in request.tools or ()]
-    calls = request.tool_choice != "none"
-    reading = Reading.after(ctx.dialect, prompt.end, given, calls=calls)
-    reading = replace(
-        reading, most_calls=most_calls(request), calls_first=request.constraint() is not None
-    )
+    reading = await reading_of(ctx, request, prompt.end)
     grammar = await constrain_chat(ctx, request, reading)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sampling = _sampling(ctx.tokenizer, request, min(wanted or room, room), num_logprobs, grammar)
@@ -144,7 +139,7 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Pl
             len(text), encode, text, add_special_tokens=False, is_prompt=False
         )
     sampling = replace(
-        sampling, reasoning=_budget(ctx, request, reading), prediction=tuple(predicted[:room])
+        sampling, reasoning=budget_of(ctx, request, reading), prediction=tuple(predicted[:room])
     )
     last = request.messages[-1]
     choice = ChoicePlan(
@@ -154,31 +149,6 @@ async def plan_chat(ctx: ApiContext, request: ChatRequest, tenant: Tenant) -> Pl
         continues=request.continue_final_message,
     )
     return _plan(ctx, request, tenant, [choice], reading)
-
-
-def most_calls(request: ChatRequest) -> int | None:
-    """How many calls of tools an answer has at most."""
-    if not request.parallel_tool_calls:
-        return 1
-    most: int | None = getattr(request, "max_tool_calls", None)  # a field of the Responses API
-    return most
-
-
-def _budget(ctx: ApiContext, request: ChatRequest, reading: Reading) -> ReasoningBudget | None:
-    """None: no bound, or there is no reasoning. Raises `ApiError`."""
-    most = request.thinking_budget
-    if most is None:
-        most = request.thinking_token_budget
-    if most is None or most < 0 or not reading.thinks:
-        return None
-    start, end = map(ctx.tokenizer.token_id, reading.tags)
-    if end is None or (start is None and not reading.begun):
-        raise invalid(
-            f"'thinking_budget': for this model {' and '.join(reading.tags)} are no tokens, so its"
-            " reasoning cannot be ended",
-            param="thinking_budget",
-        )
-    return ReasoningBudget(min(most, ctx.max_model_len), end, None if reading.begun else start)
 
 
 async def chat_prompt(
@@ -194,14 +164,9 @@ async def chat_prompt(
             param="add_special_tokens",
         )
     messages = [each.for_template(shows_images=bool(pictures)) for each in request.messages]
-    given = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        given.setdefault("reasoning_effort", request.reasoning_effort)
-        if request.reasoning_effort == "none":
-            given.setdefault("enable_thinking", False)
     options = TemplateOptions(
         [tool.for_template() for tool in request.tools or ()],
-        given,
+        template_kwargs(request),
         request.continue_final_message,
         request.add_generation_prompt,
     )
@@ -528,7 +493,7 @@ def _plan(
         tenant=tenant,
         service_class=ServiceClass.of(about["priority"]),
         includes_stop=request.includes_stop,
-        shows_special=not request.skip_special_tokens,
+        shows_special=not request.skip_special_tokens or (reading is not None and reading.shows),
         tells_ids=request.return_token_ids,
         weights=request.pinned_to,
     )

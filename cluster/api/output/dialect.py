@@ -3,13 +3,15 @@ first, and the parser that turns an output into events."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from kvrelay.cluster.api.output.events import (
     CHANNEL,
     REASONING_TAGS,
     THINK,
+    CallBegin,
     Event,
     Events,
     Tags,
@@ -64,6 +66,19 @@ def find_format(name: str, template: str) -> ToolFormat | None:
     return None if kind is None else kind()
 
 
+class Part(Protocol):
+    """What is new of a choice, as of `cluster.api.openai.parts.Piece`."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+    @property
+    def events(self) -> Sequence[Event]: ...
+
+
 class OutputParser:
     """Owned by one choice. Life: `push` with each part of the text, then `finish`."""
 
@@ -97,6 +112,9 @@ class OutputParser:
         """What `text` adds, and if nothing follows it, what was held back."""
         events = self.push(text) if text else []
         return merged(events + self.finish()) if is_last else events
+
+    def take(self, part: Part) -> list[Event]:
+        return self.read(part.text, is_last=part.finish_reason is not None)
 
     def push(self, text: str) -> list[Event]:
         self._reader.text += text
@@ -148,16 +166,47 @@ class OutputParser:
             reader.at = start
 
 
+class ReadBefore:
+    """In place of an OutputParser, where parts come with what they say."""
+
+    def __init__(self) -> None:
+        self.has_calls = False
+
+    def take(self, part: Part) -> list[Event]:
+        self.has_calls |= any(isinstance(event, CallBegin) for event in part.events)
+        return [*part.events]
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What is read by parsers of vLLM."""
+
+    calls: bool
+    reasons: bool
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    shows: bool = False  # special tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     tools: ToolFormat | None = None  # None: calls are not told apart from text
     thinks: Tags | None = None  # reasoning comes first, in tags
+    outside: Outside | None = None
 
     @classmethod
     def of(
-        cls, template: str, tool_parser: str = "auto", reasoning_parser: str = "auto"
+        cls,
+        template: str,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        outside: tuple[str, str] = ("", ""),
     ) -> Dialect:
-        """What a chat template implies; either may be set by name instead, or "none"."""
+        """What a chat template implies; either may be set by name instead, or "none". `outside`:
+        names of parsers of vLLM that are in place of ours, for calls and for reasoning."""
+        if any(outside):
+            calls, reasons = outside
+            own = "none" if calls else tool_parser, "none" if reasons else reasoning_parser
+            return replace(cls.of(template, *own), outside=Outside(bool(calls), bool(reasons)))
         tools = find_format(tool_parser, template)
         is_silent = not knows_tools(template) and not isinstance(tools, Harmony)
         if tool_parser == "auto" and (tools is None or is_silent):
@@ -185,6 +234,7 @@ class Reading:
     calls_first: bool = False  # an answer without calls has a format, where marks are only text
     ended: bool = False  # or after it
     most_calls: int | None = None  # that an answer has; those that follow are left out
+    outside: Outside | None = None  # None: all is read by ours
 
     @classmethod
     def after(
@@ -197,7 +247,10 @@ class Reading:
         wanted = dialect.has_channels or (calls and bool(given))
         tools = dialect.tools if wanted else None
         begun = thinks is not None and opened >= 0
-        return cls(tools, given, thinks, begun, ended=closed > opened)
+        outside = dialect.outside
+        if outside is not None and not (calls and given):
+            outside = replace(outside, calls=False) if outside.reasons else None
+        return cls(tools, given, thinks, begun, ended=closed > opened, outside=outside)
 
     @property
     def custom(self) -> set[str]:
@@ -208,7 +261,18 @@ class Reading:
         """Makes the id of a call; one seed always makes one id."""
         return self.tools.new_id(seed) if self.tools else seed
 
-    def parser(self) -> OutputParser:
+    def parser(self) -> OutputParser | ReadBefore:
+        return self._parser() if self.outside is None else ReadBefore()
+
+    def ours(self) -> tuple[OutputParser | None, OutputParser | None]:
+        """What ours read before those of vLLM, and after them."""
+        assert self.outside is not None
+        first = None if self.outside.reasons else replace(self, tools=None, given=())
+        later = None if self.outside.calls else replace(self, thinks=None, ended=False)
+        before = first._parser() if first is not None and (first.thinks or first.ended) else None
+        return before, later._parser() if later is not None and later.tools else None
+
+    def _parser(self) -> OutputParser:
         return OutputParser(
             *(self.tools, self.given),
             thinks=self.thinks,
@@ -217,6 +281,11 @@ class Reading:
             calls_first=self.calls_first,
             most_calls=self.most_calls,
         )
+
+    @property
+    def shows(self) -> bool:
+        """Whether all special tokens are read."""
+        return self.outside is not None and self.outside.shows
 
     @property
     def markers(self) -> tuple[str, ...]:

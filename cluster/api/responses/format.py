@@ -149,7 +149,7 @@ class CompactFormat(Format):
         self._parser = plan.reading.parser()
 
     async def whole(self, pieces: Sequence[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        events = self._parser.read(joined(pieces, 0).text, is_last=True)
+        events = self._parser.take(joined(pieces, 0))
         text = "".join(event.text for event in events if isinstance(event, Text)).strip()
         if not text:
             raise ApiError(500, "The model wrote no summary", type="server_error")
