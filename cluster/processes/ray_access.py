@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
+import psutil
+
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.messages import Machine
 from kvrelay.engine.backoff import Backoff
@@ -67,6 +69,51 @@ def asks_for_token(address: str, timeout_s: float = 60.0) -> bool:
         lines = asked.stderr.strip().splitlines()
         raise TokenUnknown(lines[-1] if lines else f"exit status {asked.returncode}")
     return asked.returncode == _REFUSED
+
+
+class NotDrained(Exception):
+    """Ray was not asked to let this machine go; one line."""
+
+
+def drain_this_node(timeout_s: int) -> None:
+    """Ask Ray to place nothing on this machine any more, since it ends after `timeout_s`. Blocks
+    for seconds. Raises NotDrained."""
+    apply_environment()
+    nodes = {flags["node_id"]: flags.get("gcs-address", "") for flags in raylets_here()}
+    if len(nodes) != 1:
+        raise NotDrained(f"this machine has {len(nodes)} nodes of a Ray cluster: expected one")
+    ((node, address),) = nodes.items()
+    flags = {
+        "address": address,
+        "node-id": node,
+        "reason": "DRAIN_NODE_REASON_PREEMPTION",  # that of idle ones is refused to others
+        "reason-message": "kvrelay leave",
+        "deadline-remaining-seconds": str(timeout_s),
+    }
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
+    try:
+        asked = subprocess.run(
+            [*command, *(f"--{name}={value}" for name, value in flags.items())],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotDrained(f"Ray at {address} does not answer within {timeout_s} s") from error
+    if asked.returncode:
+        lines = asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"]
+        raise NotDrained(f"Ray at {address} does not drain this machine: {lines[-1]}")
+
+
+def raylets_here() -> list[dict[str, str]]:
+    """The flags of each raylet of this machine."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        program, *flags = process.info["cmdline"] or [""]
+        if Path(program).name == "raylet":
+            parts = (flag.removeprefix("--").partition("=") for flag in flags)
+            found.append({name: value for name, _, value in parts})
+    return found
 
 
 ENVIRONMENT = {
