@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -69,6 +70,46 @@ def asks_for_token(address: str, timeout_s: float = 60.0) -> bool:
         lines = asked.stderr.strip().splitlines()
         raise TokenUnknown(lines[-1] if lines else f"exit status {asked.returncode}")
     return asked.returncode == _REFUSED
+
+
+_VERSIONS = """
+import json, platform, sys, ray
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import GcsClient
+there = get_cluster_metadata(GcsClient(address=canonicalize_bootstrap_address(sys.argv[1])))
+named = {"Ray": there["ray_version"], "Python": there["python_version"]}
+print(json.dumps([named, {"Ray": ray.__version__, "Python": platform.python_version()}]))
+"""
+
+
+def other_versions(address: str, timeout_s: float = 60.0) -> str:
+    """Why this program cannot join the Ray cluster at `address`, which may be "auto": what runs
+    there is of another version; "": it is not, or Ray does not say. Blocks for seconds."""
+    apply_environment()
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _VERSIONS, address],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        there, here = json.loads(asked.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return ""
+    return differing_versions(address, there, here)
+
+
+def differing_versions(address: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Ray compares both exactly."""
+    others = [name for name in here if there[name] != here[name]]
+    if not others:
+        return ""
+    runs, has = (" and ".join(f"{n} {each[n]}" for n in others) for each in (there, here))
+    return (
+        f"the Ray cluster at {address} runs {runs}, and this program has {has}: it cannot join."
+        f" Install it with {runs}, or end the server and Ray, and start both anew"
+    )
 
 
 class NotDrained(Exception):
@@ -155,7 +196,7 @@ def start_ray(config: Config, tell: Callable[[str], None]) -> ModuleType:
             tell("joined; does it ask for a token?")
             check_token(ray.control_plane())
     except ray.RayUnavailable as error:
-        raise RayRefused(str(error)) from error
+        raise RayRefused((other_versions(address) if address else "") or str(error)) from error
     return ray
 
 
