@@ -53,7 +53,7 @@ class Cluster:
         self._thread = threading.Thread(target=self._reconcile_until_stopped, daemon=True)
         self.errors: list[BaseException] = []
         # One pod comes up after the other, for so long: this machine is small, and Ray is not.
-        self.one_by_one_s = 120.0
+        self.one_by_one_s = 240.0
 
     def __enter__(self) -> Self:
         (self.objects.folder / "logs").mkdir(parents=True)
@@ -393,5 +393,5 @@ def image_of(folder: Path | None) -> Image:
     env = {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     env["PYTHONPATH"] = ":".join(filter(None, paths))
     # This machine may be slow.
-    env |= {"RAY_raylet_start_wait_time_s": "60", "RAY_agent_register_timeout_ms": "180000"}
+    env |= {"RAY_raylet_start_wait_time_s": "180", "RAY_agent_register_timeout_ms": "180000"}
     return Image(commands, env, folders)

@@ -19,6 +19,7 @@ import pytest
 from tests.chaos.network import what_is_missing
 from tests.e2e.serving import MODEL
 from tests.operations.kubernetes.cluster import Cluster, image_of
+from tests.operations.kubernetes.pod import Pod
 from tests.operations.test_chart import render
 from tests.support.adapters import write_adapter
 
@@ -252,6 +253,7 @@ def test_a_release_through_its_upgrade_a_drain_and_the_death_of_a_pod(cluster: C
     assert_state_is_kept(client, first["id"])
 
 
+@pytest.mark.timeout(2700)
 def test_a_rolling_update_of_all_pods_refuses_nobody(cluster: Cluster, smollm2_dir: Path) -> None:
     """Models and adapters are values, and what is on the disk of a pod is there in the next."""
     adapters = cluster.objects.claim("adapters", 10001)
@@ -259,7 +261,7 @@ def test_a_rolling_update_of_all_pods_refuses_nobody(cluster: Cluster, smollm2_d
     subprocess.run(["chmod", "-R", "a+rX", str(adapters)], check=True)
 
     def settle(why: str) -> None:
-        print(f"{why}: {cluster.wait(cluster.is_settled, 1.5 * UP_S, why):.0f} s")
+        print(f"{why}: {cluster.wait(cluster.is_settled, 2 * UP_S, why):.0f} s")
 
     def all_up() -> bool:
         return cluster.is_settled() and client.has_workers(2)
@@ -275,8 +277,7 @@ def test_a_rolling_update_of_all_pods_refuses_nobody(cluster: Cluster, smollm2_d
 
     old = list(cluster.pods)
     (home,) = {w["machine"] for w in client.status()["workers"] if "decode" in w["worker"]}
-    hosts = {each["machine"]: each["host"] for each in client.status()["workers"]}
-    rolled = sorted(cluster.of("worker"), key=lambda pod: pod.ip != hosts[home])
+    rolled = sorted(cluster.of("worker"), key=lambda pod: not runs(pod, f"--node_id={home}"))
     with Traffic(client) as traffic, Traffic(client, "tuned") as tuned:
         for pod in rolled:
             cluster.evict(pod)
@@ -299,6 +300,11 @@ def test_a_rolling_update_of_all_pods_refuses_nobody(cluster: Cluster, smollm2_d
     replaced = [pod for pod in old if pod in cluster.of("api") + cluster.of("worker")]
     assert not replaced
     assert {model: client.ask(model=model) for model in said} == said
+
+
+def runs(pod: Pod, argument: str) -> bool:
+    """Whether a process in its main container has this in its command line."""
+    return pod.containers[-1].execute(["pgrep", "-f", "--", argument], 10) == 0
 
 
 def assert_state_is_kept(client: Client, response: str) -> None:
