@@ -124,6 +124,11 @@ def drain_this_node(timeout_s: int) -> None:
     if len(nodes) != 1:
         raise NotDrained(f"this machine has {len(nodes)} nodes of a Ray cluster: expected one")
     ((node, address),) = nodes.items()
+    drain_node(node, address, timeout_s)
+
+
+def drain_node(node: str, address: str, timeout_s: int) -> None:
+    """As `drain_this_node`, for a node of the Ray cluster at HOST:PORT."""
     flags = {
         "address": address,
         "node-id": node,

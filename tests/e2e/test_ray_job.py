@@ -35,13 +35,13 @@ def head(tmp_path: Path) -> Iterator[RayNode]:
         node.wait_for("Ray runtime started", 240)
         yield node
     finally:
-        node.kill(f"http://127.0.0.1:{API}")
+        node.kill(f"http://127.0.0.1:{API}" if is_ready(f"http://127.0.0.1:{API}") else "")
 
 
 @pytest.mark.usefixtures("head")
 def test_a_job_is_a_server() -> None:
     page = (ROOT / "docs/ray.md").read_text(encoding="utf-8")
-    (given,) = re.findall(r"kvrelay (serve --address auto.*)", page)
+    (given,) = re.findall(r"^  kvrelay (serve --address auto.*)", page, re.M)
     words = given.replace("0.0.0.0", "127.0.0.1").split()
     server = [sys.executable, "-m", "kvrelay.cluster.cli.main", *words, "--port", str(API)]
     submit = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--no-wait"]
