@@ -7,18 +7,18 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.serving import ask
+from tests.e2e.serving import ask, wait_until
 from tests.e2e.test_two_nodes import RAY_ENV, RayNode
 from tests.structure import ROOT
 
 PORT, DASHBOARD, API = 6398, 8_298, 8_798
+URL = f"http://127.0.0.1:{API}"
 pytestmark = [
     pytest.mark.long,
     pytest.mark.e2e,
@@ -33,9 +33,11 @@ def head(tmp_path: Path) -> Iterator[RayNode]:
     node = RayNode(tmp_path / "head.log", "--head", *flags, num_cpus=2)
     try:
         node.wait_for("Ray runtime started", 240)
+        dashboard = f"http://127.0.0.1:{DASHBOARD}/api/version"
+        wait_until(lambda: is_ready(dashboard), 120, "Ray's dashboard does not answer")
         yield node
     finally:
-        node.kill(f"http://127.0.0.1:{API}" if is_ready(f"http://127.0.0.1:{API}") else "")
+        node.kill(URL if is_ready(f"{URL}/health/ready") else "")
 
 
 @pytest.mark.usefixtures("head")
@@ -51,15 +53,12 @@ def test_a_job_is_a_server() -> None:
         check=True,
         timeout=120,
     )
-    url, deadline = f"http://127.0.0.1:{API}", time.monotonic() + 300
-    while not is_ready(url):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    assert "Paris" in ask(url)
+    wait_until(lambda: is_ready(f"{URL}/health/ready"), 300, "the server is not ready")
+    assert "Paris" in ask(URL)
 
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready", timeout=5).status_code == 200
+        return httpx.get(url, timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
