@@ -16,7 +16,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-all setup-gpu setup-vllm gpu-check serve test test-slow test-all lint sim \
-	bench runbooks container example clean
+	bench runbooks container release example clean
 
 help:
 	@echo 'make setup               a virtual environment in $(VENV) with the kvrelay command'
@@ -32,6 +32,7 @@ help:
 	@echo 'make bench [ARGS=...]    measure what listens at PORT'
 	@echo 'make runbooks [ARGS=...] alerts, dashboards and runbooks on a real server; needs Prometheus'
 	@echo 'make container           build and run the image without podman; needs root, debootstrap'
+	@echo 'make release             wheels, chart, bill of materials, checksums, in dist/'
 	@echo 'make example             write kvrelay.example.toml from the settings in cluster/config.py'
 	@echo 'make clean               remove the virtual environment and caches'
 
@@ -139,6 +140,11 @@ runbooks: setup
 
 container: setup
 	$(BIN)/python -m tests.operations.container $(ARGS)
+
+release: setup
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
+		-c constraints.txt -e '.[all,test,release]'
+	$(BIN)/python -m deploy.release $(ARGS)
 
 example: setup
 	$(BIN)/python -m tests.docs.example > kvrelay.example.toml.new

@@ -6,6 +6,7 @@
     kv                                         blocks, their names, groups and windows; events
     cost, waiting, stats, messages             what workers publish, and what they are asked
     model                                      a step becomes tokens: checkpoint, cpu, gpu, parallel
+    native, prebuilt                           C beside Python: compiled here, or in the wheel
     node, host, wire                           processes that talk; they know nothing of models
     config, settings, identity, files, logs    what a process starts with
 

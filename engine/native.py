@@ -4,11 +4,13 @@ Life of a library: its sources are in a package. The first process that loads it
 parallel; others wait for it under a file lock, and later ones find the library. Its name is a hash
 of the sources and headers, the compiler, the flags and the kind of machine. It is synced to disk
 before it is renamed into place, and ends with a digest of itself: a truncated or overwritten
-library is compiled again. Python's own headers are not needed.
+library is compiled again. Python's own headers are not needed. A wheel brings libraries for where
+there is no compiler (`prebuilt`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -27,8 +29,10 @@ from typing import Any
 
 from cffi import FFI
 
+from kvrelay.engine import prebuilt
 from kvrelay.engine.cache_dir import default_cache_dir
 from kvrelay.engine.files import check_owner, given_folder
+from kvrelay.engine.prebuilt import NATIVE, contents_of, digest_of, folder_of, sources_of
 
 BUILD_TIMEOUT_S = 600.0  # for one file: on a machine that is busy it takes minutes
 FLAGS = ("-O3", "-std=c11", "-fPIC")
@@ -70,6 +74,9 @@ def load(
     opener: Callable[[str], Any] = ctypes.PyDLL if hold_gil else ctypes.CDLL
     if ffi is not None:
         opener = partial(_declared, ffi, ctypes.PYFUNCTYPE if hold_gil else ctypes.CFUNCTYPE)
+    if given := prebuilt.find(source, flags, has_compiler()):
+        with contextlib.suppress(OSError):  # for an older C library than this wheel's
+            return opener(str(given))
     path = build(source, flags, cache_dir=cache_dir)
     try:
         return opener(str(path))
@@ -158,6 +165,11 @@ def build(
     return path
 
 
+def has_compiler() -> bool:
+    """Whether `CC`, or what a system calls its compiler, is there."""
+    return shutil.which((shlex.split(os.environ.get("CC", "")) or ["cc"])[0]) is not None
+
+
 def _compiler(source: Path) -> list[str]:
     """`CC`, which may have arguments, or what a system calls its compiler."""
     command = shlex.split(os.environ.get("CC", "")) or ["cc"]
@@ -170,30 +182,18 @@ def _compiler(source: Path) -> list[str]:
     return [program, *command[1:]]
 
 
-def _sources(source: Path) -> list[Path]:
-    return [source] if source.is_file() else sorted(source.rglob("*.c"))
-
-
-def _folder(source: Path) -> Path:
-    return source.parent if source.is_file() else source
-
-
 def _key(source: Path, command: Sequence[str]) -> str:
     """Changes with whatever the library is made of."""
     program = os.path.realpath(command[0])
-    stat, folder = os.stat(program), _folder(source)
+    stat = os.stat(program)
     parts = [
         repr((program, stat.st_size, stat.st_mtime_ns, *command[1:])).encode(),
         repr((platform.system(), platform.machine(), platform.libc_ver())).encode(),
     ]
-    for path in (*_sources(source), *sorted(folder.rglob("*.h"))):
-        parts += [path.relative_to(folder).as_posix().encode(), path.read_bytes()]
-    if "-march=native" in command:
+    parts += contents_of(source)
+    if NATIVE in command:
         parts.append(_cpu())  # a home directory may be shared by unlike machines
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:24]
+    return digest_of(parts)
 
 
 def _cpu() -> bytes:
@@ -229,17 +229,18 @@ def _build_once(
     try:
         with FileLock(lock, timeout=BUILD_TIMEOUT_S):
             if not _is_sound(path, instead_of):
-                _build(source, command, path)
+                compile_library(source, command, path)
     except Timeout as error:
         raise NativeBuildError(
             f"another process has held {lock} for {BUILD_TIMEOUT_S:g} s, to compile {source.name}:"
             " end it, or wait and start again"
         ) from error
     except NotImplementedError:  # a file system without locks: each builds, the last one stays
-        _build(source, command, path)
+        compile_library(source, command, path)
 
 
-def _build(source: Path, command: list[str], path: Path) -> None:
+def compile_library(source: Path, command: list[str], path: Path) -> None:
+    """Into `path`, by a compiler with its flags. Raises NativeBuildError."""
     try:
         _compile(source, command, path)
     except NativeBuildError:
@@ -256,10 +257,10 @@ def _compile(source: Path, command: list[str], path: Path) -> None:
 
         def compile_one(number: int, file: Path) -> str:
             made = f"{scratch}/{number}-{file.stem}.o"
-            _run([*command, "-c", f"-I{_folder(source)}", "-o", made, str(file)])
+            _run([*command, "-c", f"-I{folder_of(source)}", "-o", made, str(file)])
             return made
 
-        sources = _sources(source)
+        sources = sources_of(source)
         objects = list(threads.map(compile_one, range(len(sources)), sources))
         made = Path(scratch) / path.name
         _run([*command, "-shared", "-o", str(made), *objects, "-lm"])

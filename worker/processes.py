@@ -47,6 +47,13 @@ def worker_processes(
     return found
 
 
+def workers_here() -> list[NodeId]:
+    """On this machine, of any cluster."""
+    commands = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+    names = (c[c.index(m) + 1] for c in commands for m in (MODULE, RANKS_MODULE) if m in c[:-1])
+    return sorted({name.split("/")[1] for name in names if name.count("/") == 2})
+
+
 def held_gpus() -> dict[str, str]:
     """By worker processes of all clusters on this machine: the name of each holder, by GPU."""
     found = {}

@@ -33,6 +33,8 @@ COMMANDS = {
     "explain": ("explain", "explain", "Where a request's time went, and why."),
     "doctor": ("doctor", "doctor", "What is wrong here, and what to do about it."),
     "plan": ("plan", "plan", "What a model takes of a machine, and what fits."),
+    "fetch": ("fetch", "fetch", "A model into the cache, before it is needed."),
+    "leave": ("leave", "leave", "Workers go elsewhere, before this machine ends."),
     "role": ("operate", "role", "Prefer a worker for prompts, decoding or both."),
     "models": ("models", "models", "Which are served; add one, or remove one."),
     "update": ("weights", "update", "Other weights for a model, while it is served."),

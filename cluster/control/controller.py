@@ -14,6 +14,7 @@ from kvrelay.cluster.control.autoscaling import TAG as SCALE_TAG
 from kvrelay.cluster.control.autoscaling import Autoscaling
 from kvrelay.cluster.control.control_config import ControllerConfig
 from kvrelay.cluster.control.lifecycle import COMING, RUNNING, SERVING, ProcessState
+from kvrelay.cluster.control.machines import leave_machines
 from kvrelay.cluster.control.messages import (
     Checkpoint,
     Machine,
@@ -109,6 +110,7 @@ class Controller:
 
     def receive(self, now: float, message: Any) -> list[Effect]:
         effects = self._handle(now, message)
+        effects += leave_machines(now, self.worker_set)
         for model, rollout in self.rollouts.items():
             effects += rollout.advance(now, self._workers_of(model))
         return self._record(effects)
@@ -283,10 +285,16 @@ class Controller:
 
 def _changes(before: tuple[Machine, ...], now: tuple[Machine, ...]) -> str:
     """Which machines of Ray's cluster have come and gone."""
-    came = [f"{machine.host} has come" for machine in now if machine not in before]
-    gone = [f"{machine.host} is gone" for machine in before if machine not in now]
-    if not came + gone:
+    old, new = ({machine.machine_id: machine for machine in each} for each in (before, now))
+    told = [f"{each.host} has come" for name, each in new.items() if name not in old]
+    told += [f"{each.host} is gone" for name, each in old.items() if name not in new]
+    told += [
+        f"{each.host} is to end"
+        for name, each in new.items()
+        if each.is_draining and not (name in old and old[name].is_draining)
+    ]
+    if not told:
         return ""
-    shown = [*came, *gone][:MAX_SHOWN]
-    more = len(came) + len(gone) - len(shown)
+    shown = told[:MAX_SHOWN]
+    more = len(told) - len(shown)
     return f"machines: {', '.join(shown)}{f' and {more} more' * bool(more)}; {len(now)} are there"

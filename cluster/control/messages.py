@@ -165,6 +165,7 @@ class Machine:
     host: str  # where its workers listen
     num_cpus: float
     num_gpus: float = 0.0
+    is_draining: bool = False  # it is about to end: nothing is placed there any more
 
 
 @dataclass(frozen=True, slots=True)

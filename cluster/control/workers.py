@@ -216,7 +216,8 @@ class WorkerSet(ProcessSet[DesiredWorker]):
         worker.last_error = "the last workers failed"
         return [self.wake(self.backoff.pause_s(worker.failures), worker)]
 
-    def start(self, worker: DesiredWorker) -> list[Effect]:
+    def place(self, worker: DesiredWorker) -> tuple[str, ...] | None:
+        """Where there is room for it; None: nowhere."""
         config = self.config.models[worker.model]
         placed = [
             Assigned(machine, other.role, other.num_ranks // len(other.machines))
@@ -224,9 +225,9 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             if other is not worker and _has_place(other, worker)
             for machine in other.machines
         ]
-        machines = assign_machines(
+        return assign_machines(
             worker.role,
-            self.machines,
+            [machine for machine in self.machines if not machine.is_draining],
             placed,
             num_ranks=worker.num_ranks,
             num_machines=config.machines_for(worker.num_ranks),
@@ -234,6 +235,10 @@ class WorkerSet(ProcessSet[DesiredWorker]):
             most=config.workers_per_machine,
             use_gpus=config.use_gpus,
         )
+
+    def start(self, worker: DesiredWorker) -> list[Effect]:
+        config = self.config.models[worker.model]
+        machines = self.place(worker)
         if machines is None:
             worker.on(ProcessEvent.NO_ROOM)
             worker.last_error = self._no_room(worker)

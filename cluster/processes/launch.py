@@ -40,6 +40,7 @@ from kvrelay.cluster.processes.handover import Handover, HandoverError
 from kvrelay.cluster.processes.handover import check as check_program
 from kvrelay.cluster.processes.here import num_cpus, own_host
 from kvrelay.cluster.processes.life import Life, SharedLife, open_life, shared_life
+from kvrelay.cluster.processes.ray_access import other_versions
 from kvrelay.cluster.processes.ready import OnProgress, Ready, ServeError
 from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.router_spec import RouterProcessError, bind
@@ -200,6 +201,9 @@ async def check(config: Config, found: Handover | None) -> None:
         check_program(config, models, found)
     except HandoverError as error:
         raise ServeError(str(error)) from error
+    address = config.cluster.address
+    if address and (why := await asyncio.to_thread(other_versions, address)):
+        raise ServeError(why)
 
 
 def _tell_of_key(on_progress: OnProgress, path: Path) -> None:

@@ -59,6 +59,7 @@ RANKS_WAIT_S = 120.0  # for a worker to connect to its ranks; it imports torch b
 HELD = 0.001
 REACH_TIMEOUT_S = 5.0
 SPARE_S = 30.0  # that a guardian waits for the next worker; longer than a pause between starts
+DRAINING = "Draining"
 NAMESPACE = "kvrelay"  # where actors have their names
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through it
 ACTORS = {Role.PREFILL: PrefillWorker, Role.DECODE: DecodeWorker}
@@ -132,8 +133,10 @@ def own_machine() -> str:
 
 
 def alive_nodes() -> list[dict[str, Any]]:
-    """Ray's records of the machines that it believes alive."""
-    return [node for node in ray.nodes() if node["Alive"]]
+    """Ray's records of the machines that it believes alive, with DRAINING: whether they are to end,
+    as `kvrelay leave`, an autoscaler or a cloud that takes them away has said."""
+    ending = ray._private.state.state.get_draining_nodes()
+    return [node | {DRAINING: node["NodeID"] in ending} for node in ray.nodes() if node["Alive"]]
 
 
 def ask_for_machines(num_machines: int, resources: dict[str, float]) -> None:
@@ -152,6 +155,7 @@ def machines_of(nodes: list[dict[str, Any]], use_gpus: bool) -> tuple[Machine, .
             node["NodeManagerAddress"],
             node["Resources"].get("CPU", 0.0),
             node["Resources"].get("GPU", 0.0) if use_gpus else 0.0,
+            node[DRAINING],
         )
         for node in nodes
         if node["Resources"].keys() & {"CPU", "GPU"}

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
+
+import psutil
 
 from kvrelay.cluster.config import Config
 from kvrelay.cluster.control.messages import Machine
@@ -69,6 +72,96 @@ def asks_for_token(address: str, timeout_s: float = 60.0) -> bool:
     return asked.returncode == _REFUSED
 
 
+_VERSIONS = """
+import json, platform, sys, ray
+from ray._common.usage.usage_lib import get_cluster_metadata
+from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import GcsClient
+there = get_cluster_metadata(GcsClient(address=canonicalize_bootstrap_address(sys.argv[1])))
+named = {"Ray": there["ray_version"], "Python": there["python_version"]}
+print(json.dumps([named, {"Ray": ray.__version__, "Python": platform.python_version()}]))
+"""
+
+
+def other_versions(address: str, timeout_s: float = 60.0) -> str:
+    """Why this program cannot join the Ray cluster at `address`, which may be "auto": what runs
+    there is of another version; "": it is not, or Ray does not say. Blocks for seconds."""
+    apply_environment()
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", _VERSIONS, address],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        there, here = json.loads(asked.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
+        return ""
+    return differing_versions(address, there, here)
+
+
+def differing_versions(address: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Ray compares both exactly."""
+    others = [name for name in here if there[name] != here[name]]
+    if not others:
+        return ""
+    runs, has = (" and ".join(f"{n} {each[n]}" for n in others) for each in (there, here))
+    return (
+        f"the Ray cluster at {address} runs {runs}, and this program has {has}: it cannot join."
+        f" Install it with {runs}, or end the server and Ray, and start both anew"
+    )
+
+
+class NotDrained(Exception):
+    """Ray was not asked to let this machine go; one line."""
+
+
+def drain_this_node(timeout_s: int) -> None:
+    """Ask Ray to place nothing on this machine any more, since it ends after `timeout_s`. Blocks
+    for seconds. Raises NotDrained."""
+    apply_environment()
+    nodes = {flags["node_id"]: flags.get("gcs-address", "") for flags in raylets_here()}
+    if len(nodes) != 1:
+        raise NotDrained(f"this machine has {len(nodes)} nodes of a Ray cluster: expected one")
+    ((node, address),) = nodes.items()
+    drain_node(node, address, timeout_s)
+
+
+def drain_node(node: str, address: str, timeout_s: int) -> None:
+    """As `drain_this_node`, for a node of the Ray cluster at HOST:PORT."""
+    flags = {
+        "address": address,
+        "node-id": node,
+        "reason": "DRAIN_NODE_REASON_PREEMPTION",  # that of idle ones is refused to others
+        "reason-message": "kvrelay leave",
+        "deadline-remaining-seconds": str(timeout_s),
+    }
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
+    try:
+        asked = subprocess.run(
+            [*command, *(f"--{name}={value}" for name, value in flags.items())],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NotDrained(f"Ray at {address} does not answer within {timeout_s} s") from error
+    if asked.returncode:
+        lines = asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"]
+        raise NotDrained(f"Ray at {address} does not drain this machine: {lines[-1]}")
+
+
+def raylets_here() -> list[dict[str, str]]:
+    """The flags of each raylet of this machine."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        program, *flags = process.info["cmdline"] or [""]
+        if Path(program).name == "raylet":
+            parts = (flag.removeprefix("--").partition("=") for flag in flags)
+            found.append({name: value for name, _, value in parts})
+    return found
+
+
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's 15 lets every other process delay a decode step
@@ -108,7 +201,7 @@ def start_ray(config: Config, tell: Callable[[str], None]) -> ModuleType:
             tell("joined; does it ask for a token?")
             check_token(ray.control_plane())
     except ray.RayUnavailable as error:
-        raise RayRefused(str(error)) from error
+        raise RayRefused((other_versions(address) if address else "") or str(error)) from error
     return ray
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 from benchmarks.serving.served import Served
-from tests.e2e.serving import all_up, ask, status, wait_for
+from kvrelay.cluster.processes.ray_access import drain_node
+from tests.e2e.serving import Status, all_up, ask, slack, status, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -57,15 +59,25 @@ class RayNode:
         children of Ray."""
         if self.process.poll() is None:
             tree = psutil.Process(self.process.pid).children(recursive=True)
-            words = {word for process in tree for word in process.cmdline()}
+            words = words_of(tree)
             for worker in status(url)["workers"] if url else ():
                 if f"--node_id={worker['machine']}" in words:  # its raylet's
                     tree.append(psutil.Process(worker["pid"]))
             for process in (*tree, self.process):
-                process.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
             self.process.wait(10)
             psutil.wait_procs(tree, timeout=10)
         self._log.close()
+
+
+def words_of(processes: list[psutil.Process]) -> set[str]:
+    """All that their command lines have; some may end meanwhile."""
+    words = set[str]()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie too
+            words.update(process.cmdline())
+    return words
 
 
 @pytest.fixture
@@ -79,6 +91,37 @@ def nodes(tmp_path: Path) -> Iterator[list[RayNode]]:
     finally:
         for node in reversed(started):
             node.kill()
+
+
+def test_a_node_that_is_drained_is_left_under_requests(
+    nodes: list[RayNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a pod's preStop has it, a cloud that takes a machine back, or Ray's autoscaler."""
+    for name, value in RAY_ENV.items():
+        monkeypatch.setenv(name, value)
+    with Served({"router.policy": "round_robin"}, "--address", ADDRESS, env=RAY_ENV) as served:
+        before = status(served.url)["workers"]
+        tree = psutil.Process(nodes[1].process.pid).children(recursive=True)
+        words = words_of(tree)
+        (leaving,) = {w["machine"] for w in before if f"--node_id={w['machine']}" in words}
+
+        def has_left(state: Status) -> bool:
+            return all_up(state) and all(w["machine"] != leaving for w in state["workers"])
+
+        failed, answered = [], 0
+        drain_node(leaving, ADDRESS, 600)
+        deadline = time.monotonic() + 180 * slack()
+        while not has_left(status(served.url)):
+            assert time.monotonic() < deadline, status(served.url)
+            try:
+                ask(served.url)
+                answered += 1
+            except Exception as error:
+                failed.append(repr(error))
+        print(f"{answered} answered while the workers left, {len(failed)} failed")
+        assert not failed
+        assert answered
+        assert "Paris" in ask(served.url)
 
 
 def test_pools_are_spread_and_a_lost_node_is_survived(nodes: list[RayNode]) -> None:

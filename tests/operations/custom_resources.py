@@ -53,7 +53,46 @@ _RULE["properties"]["for"] = TEXT
 PROMETHEUS_RULE = _object(
     "groups", groups=_list(_object("name rules", name=TEXT, interval=TEXT, rules=_list(_RULE)))
 )
+NUMBER: Schema = {"type": "integer"}
+# From the standard channel of the Gateway API 1.3 and its Inference Extension 1.0, and KEDA 2.17.
+HTTP_ROUTE = _object(
+    "parentRefs rules",
+    parentRefs=_list(_object("name", name=TEXT, namespace=TEXT, sectionName=TEXT)),
+    hostnames=_list(TEXT),
+    rules=_list(
+        _object(
+            "backendRefs",
+            timeouts=_object(
+                request={"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+            ),
+            backendRefs=_list(_object("name port", name=TEXT, port=NUMBER)),
+        )
+    ),
+)
+INFERENCE_POOL = _object(
+    "selector targetPorts endpointPickerRef",
+    selector=_object("matchLabels", matchLabels=TEXTS),
+    targetPorts=_list(_object("number", number=NUMBER)) | {"minItems": 1, "maxItems": 8},
+    endpointPickerRef=_object(
+        "name port",
+        name=TEXT,
+        port=_object("number", number=NUMBER),
+        failureMode={"enum": ["FailOpen", "FailClose"]},
+    ),
+)
+SCALED_OBJECT = _object(
+    "scaleTargetRef triggers",
+    scaleTargetRef=_object("name", name=TEXT),
+    minReplicaCount=NUMBER,
+    maxReplicaCount=NUMBER,
+    triggers=_list(
+        _object("type metadata", type=TEXT, metricType={"enum": ["AverageValue"]}, metadata=TEXTS)
+    ),
+)
 SPECS = {
+    "gateway.networking.k8s.io/v1 HTTPRoute": HTTP_ROUTE,
+    "inference.networking.k8s.io/v1 InferencePool": INFERENCE_POOL,
+    "keda.sh/v1alpha1 ScaledObject": SCALED_OBJECT,
     "ray.io/v1 RayCluster": RAY_CLUSTER,
     "monitoring.coreos.com/v1 PodMonitor": POD_MONITOR,
     "monitoring.coreos.com/v1 PrometheusRule": PROMETHEUS_RULE,

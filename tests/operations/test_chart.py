@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from kvrelay.cluster.config import load_config
+from kvrelay.cluster.config import ClusterSection, load_config, parse_override
 from tests.operations.custom_resources import SPECS, pods_of
 from tests.operations.expressions import alert_rules
 from tests.structure import ROOT
@@ -23,6 +23,12 @@ kubernetes = pytest.importorskip("kubernetes_validate")
 CHART = ROOT / "deploy/helm/kvrelay"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 VERSIONS = ("1.29", "1.37")
+KEPT = "PersistentVolumeClaim"
+MODELS: list[dict[str, Any]] = [
+    {"name": "large", "checkpoint": "org/large", "engine": {"max_model_len": 8192}},
+    {"name": "small", "checkpoint": "/weights/small", "aliases": ["mini"], "decode": 3},
+]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FULL = {
     "nameOverride": "llm",
     "api": {
@@ -31,11 +37,19 @@ FULL = {
         "tolerations": [{"key": "k", "operator": "Exists"}],
         "affinity": {"podAntiAffinity": {}},
         "extraEnv": [{"name": "UCX_TLS", "value": "rc,sm,self,tcp"}],
+        "extraVolumes": [{"name": "own", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "own", "mountPath": "/own"}],
+        "autoscaling": {"enabled": True},
     },
+    "extraVolumes": [{"name": "weights", "persistentVolumeClaim": {"claimName": "mine"}}],
+    "extraVolumeMounts": [{"name": "weights", "mountPath": "/weights", "readOnly": True}],
     "image": {"tag": "9", "pullSecrets": ["registry"]},
     "config": {
         "cluster": {"prefill": 2, "decode": 2, "routers": 3},
         "engine": {"gpu_memory_utilization": 0.85},
+        "tiers": {"disk_gib": 100},
+        "models": MODELS,
+        "adapters": [{"name": "sql", "path": "/weights/sql", "model": "small"}],
         "scaling": {"enabled": True, "schedules": ["mon-fri 08:00-18:00 4-12"]},
     },
     "tenants": {"existingSecret": "tenants"},
@@ -43,10 +57,20 @@ FULL = {
     "huggingFace": {"existingSecret": "hub"},
     "extraEnv": [{"name": "NCCL_SOCKET_IFNAME", "value": "eth1"}],
     "state": {"storageClass": "fast"},
-    "modelCache": {"existingClaim": "models"},
+    "modelCache": {
+        "existingClaim": "models",
+        "fetch": [
+            {"model": "org/large", "revision": COMMIT},
+            {"image": "amazon/aws-cli:2", "command": ["aws", "s3", "sync", "s3://b/m", "/m"]},
+        ],
+    },
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["llm.test"]},
+    "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
     "redis": {"storageClass": "fast"},
     "events": {"port": 5557, "replayPort": 5757},
     "networkPolicy": {
+        "closed": True,
+        "egressTo": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}],
         "apiFrom": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
         "eventsFrom": [{"podSelector": {"matchLabels": {"app": "gateway"}}}],
     },
@@ -60,12 +84,15 @@ FULL = {
 }
 GROUP = VALUES["ray"]["workerGroups"][0]
 RDMA = {
-    "ipcLock": True,
     "hostNetwork": True,
     "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
     "extraEnv": [{"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"}],
 }
-TWO_GROUPS = [GROUP | RDMA, {**GROUP, "name": "cpu", "nodeSelector": {"a": "b"}}]
+TWO_GROUPS = [
+    GROUP | RDMA | {"diskTier": {"storage": "1Ti", "storageClass": "nvme"}},
+    {**GROUP, "name": "cpu", "nodeSelector": {"a": "b"}, "diskTier": {"hostPath": "/nvme"}},
+]
+WITH_HCA = GROUP | {"resources": {"limits": {"nvidia.com/gpu": "1", "rdma/hca": "1"}}}
 ONE_GPU = GROUP | {"resources": {"limits": {"memory": "64Gi", "nvidia.com/gpu": "1"}}}
 FULL["ray"] = {"workerGroups": TWO_GROUPS}
 BARE = {
@@ -78,7 +105,28 @@ BARE = {
     "networkPolicy": {"enabled": False},
 }
 SEVERAL = {"api": {"replicas": 2}}
-CASES = {"defaults": {}, "full": FULL, "bare": BARE, "several": SEVERAL}
+FILE = """[[models]]
+name = "small"
+checkpoint = "smollm2-135m"
+
+[engine]
+max_model_len = 2048
+"""
+OWN_FILE = {
+    "configFile": FILE,
+    "config": {"cluster": {"routers": 2}, "engine": {"arguments": {"enforce_eager": True}}},
+    "api": {"autoscaling": {"enabled": True, "keda": {"serverAddress": "http://prometheus:9090"}}},
+}
+SECRET_FILE = {"configFrom": {"secret": "mine"}, "modelCache": {"storage": "1Ti"}}
+CASES = {
+    "defaults": {},
+    "full": FULL,
+    "bare": BARE,
+    "several": SEVERAL,
+    "own-file": OWN_FILE,
+    "secret-file": SECRET_FILE,
+}
+GENERATED = [name for name in CASES if not name.endswith("file")]
 
 
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -110,7 +158,9 @@ def settings_text(values: dict[str, Any]) -> str:
 
 
 def settings(values: dict[str, Any]) -> dict[str, Any]:
-    return tomllib.loads(settings_text(values))
+    """Empty where the file is not among the documents."""
+    found = values.get("configFrom")
+    return {} if found else tomllib.loads(settings_text(values))
 
 
 @pytest.mark.slow
@@ -135,7 +185,14 @@ def test_documents_are_valid(case: str, version: str) -> None:
     [
         {"api": {"ports": 80}},
         {"config": "[cluster]"},
-        {"config": {"tenant": [{"name": "a", "keys": ["k"]}]}},
+        {"config": {"models": [["small"]]}},
+        {"configFile": "[cluster]", "config": {"models": MODELS}},
+        {"configFile": "[cluster]", "configFrom": {"secret": "mine"}},
+        {"modelCache": {"fetch": [{"model": "org/large", "revision": "main"}]}},
+        {"ray": {"workerGroups": [GROUP | {"diskTier": {"hostPath": "/nvme"}}]}},
+        {"httpRoute": {"enabled": True}},
+        {"inferencePool": {"enabled": True}},
+        {"api": {"autoscaling": {"enabled": True}}, "redis": {"enabled": False}},
         {"api": {"port": "8000"}},
         {"api": {"replicas": 2}, "redis": {"enabled": False}},
         {"api": {"replicas": 2}, "state": {"existingClaim": "one-for-all"}},
@@ -216,7 +273,7 @@ def test_pods_are_confined(case: str) -> None:
                 assert container["resources"]["limits"]["memory"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GENERATED)
 def test_the_server_takes_the_settings(case: str, tmp_path: Path) -> None:
     found = settings(CASES[case])
     (tmp_path / "kvrelay.toml").write_text(settings_text(CASES[case]))
@@ -225,7 +282,118 @@ def test_the_server_takes_the_settings(case: str, tmp_path: Path) -> None:
     assert config.cluster.address == "auto"
     given = {**VALUES["config"], **CASES[case].get("config", {})}
     for section, values in given.items():
-        assert values.items() <= found[section].items()
+        if isinstance(values, list):
+            assert values == found[section]
+        else:
+            assert values.items() <= found[section].items()
+
+
+def test_models_and_adapters_are_values(tmp_path: Path) -> None:
+    (tmp_path / "kvrelay.toml").write_text(settings_text(FULL))
+    config = load_config(tmp_path / "kvrelay.toml", {})
+    large, small = config.models
+    assert (large.checkpoint, large.engine) == ("org/large", {"max_model_len": 8192})
+    assert (small.aliases, small.decode) == (("mini",), 3)
+    assert [(each.name, each.path, each.model) for each in config.adapters] == [
+        ("sql", "/weights/sql", "small")
+    ]
+    assert config.tiers.disk_path == "/var/lib/kvrelay/kv"
+
+
+def test_what_the_chart_sets_goes_over_a_file_of_the_users_own(tmp_path: Path) -> None:
+    """By `--set` of the command line, as `kvrelay serve` reads it."""
+    (tmp_path / "kvrelay.toml").write_text(settings_text(OWN_FILE))
+    (container,) = api_pod(OWN_FILE)["spec"]["containers"]
+    flags, texts = container["args"][::2], container["args"][1::2]
+    assert set(flags) == {"--set"}
+    config = load_config(tmp_path / "kvrelay.toml", dict(map(parse_override, texts)))
+    assert [each.name for each in config.models] == ["small"]
+    assert config.engine.max_model_len == 2048
+    assert config.engine.arguments == {"enforce_eager": True}
+    assert (config.cluster.address, config.cluster.routers) == ("auto", 2)
+    assert config.cluster.name == "release", "it may have several pods"
+    assert config.api.host == "0.0.0.0"
+    assert [each["name"] for each in container["ports"]] == ["http", "http-1"]
+    pod = api_pod(SECRET_FILE)["spec"]
+    (volume,) = (each for each in pod["volumes"] if each["name"] == "config")
+    items = [{"key": "kvrelay.toml", "path": "kvrelay.toml"}]
+    assert volume["secret"] == {"secretName": "mine", "items": items}
+    assert pod["containers"][0]["args"]
+
+
+def test_pods_have_the_volumes_of_the_values() -> None:
+    documents = render(FULL)
+    workers = [p for d in of_kind(documents, "RayCluster") for p in pods_of(d)][1:]
+    for pod in (api_pod(FULL), *workers):
+        main = pod["spec"]["containers"][0]
+        assert "/weights" in {each["mountPath"] for each in main["volumeMounts"]}
+        first, second = pod["spec"]["initContainers"][:2]
+        assert first["command"] == ["kvrelay", "fetch", "org/large", "--revision", COMMIT]
+        assert first["image"] == main["image"]
+        assert (second["image"], second["command"][0]) == ("amazon/aws-cli:2", "aws")
+        assert {each["name"] for each in first["env"]} >= {"HF_TOKEN"}
+
+
+def test_a_claim_for_each_pod_of_a_group() -> None:
+    """KubeRay knows no templates of claims: a group of four is four groups of one."""
+    (cluster,) = of_kind(render(FULL), "RayCluster")
+    groups = {each["groupName"]: each for each in cluster["spec"]["workerGroupSpecs"]}
+    assert [*groups] == ["gpu-0", "gpu-1", "gpu-2", "gpu-3", "cpu"]
+    counts = [[g[n] for n in ("minReplicas", "replicas", "maxReplicas")] for g in groups.values()]
+    assert counts == [[1, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 1], [1, 1, 4]]
+    claims = {each["metadata"]["name"]: each for each in of_kind(render(FULL), KEPT)}
+    for name, group in groups.items():
+        pod = group["template"]["spec"]
+        (volume,) = (each for each in pod["volumes"] if each["name"] == "kv")
+        mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
+        assert mounts["kv"] == settings(FULL)["tiers"]["disk_path"]
+        if name == "cpu":
+            assert volume["hostPath"] == {"path": "/nvme", "type": "Directory"}
+            continue
+        claim = claims[volume["persistentVolumeClaim"]["claimName"]]["spec"]
+        assert claim["resources"]["requests"]["storage"] == "1Ti"
+        assert claim["storageClassName"] == "nvme"
+
+
+def test_a_closed_release_is_reached_and_reaches_by_name_only() -> None:
+    policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(render(FULL), "NetworkPolicy")}
+    inside = policies["llm-inside"]
+    assert inside["policyTypes"] == ["Ingress", "Egress"]
+    own, dns, given = inside["egress"]
+    assert own == {"to": inside["ingress"][0]["from"]}
+    assert {each["port"] for each in dns["ports"]} == {53}
+    assert [given] == FULL["networkPolicy"]["egressTo"]
+    assert policies["llm-api"]["ingress"][0]["from"] == FULL["networkPolicy"]["apiFrom"]
+    alone = of_kind(render({"networkPolicy": {"closed": True}}), "NetworkPolicy")
+    assert {p["metadata"]["name"] for p in alone} == {"release-inside", "release-operator"}
+
+
+def test_replicas_by_load_are_nobody_elses() -> None:
+    documents = render(FULL)
+    (api,) = of_kind(documents, "Deployment")
+    assert "replicas" not in api["spec"], "each upgrade would set it back"
+    (scaler,) = of_kind(documents, "HorizontalPodAutoscaler")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == api["metadata"]["name"]
+    assert settings(FULL)["cluster"]["name"] == "llm"
+    (keda,) = of_kind(render(OWN_FILE), "ScaledObject")
+    (trigger,) = keda["spec"]["triggers"]
+    name = re.findall(r"sum\((\S+)\{cluster=\"release\"\}\)", trigger["metadata"]["query"])
+    assert name == ["vllm:num_requests_running"]
+    assert f"`{name[0]}`" in (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+
+
+def test_gateways_find_the_api() -> None:
+    documents = render(FULL)
+    (route,) = of_kind(documents, "HTTPRoute")
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    services = {s["metadata"]["name"]: s["spec"] for s in of_kind(documents, "Service")}
+    assert backend["port"] in {each["port"] for each in services[backend["name"]]["ports"]}
+    (pool,) = of_kind(documents, "InferencePool")
+    labels = api_pod(FULL)["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    numbers = [each["number"] for each in pool["spec"]["targetPorts"]]
+    (container,) = api_pod(FULL)["spec"]["containers"]
+    assert {*numbers} <= {each["containerPort"] for each in container["ports"]}
 
 
 def test_the_api_has_probes_and_more_time_to_end_than_it_drains() -> None:
@@ -235,7 +403,9 @@ def test_the_api_has_probes_and_more_time_to_end_than_it_drains() -> None:
     paths = {k: v["httpGet"]["path"] for k, v in container.items() if k.endswith("Probe")}
     live, ready = "/health/live", "/health/ready"
     assert paths == {"startupProbe": live, "livenessProbe": live, "readinessProbe": ready}
-    assert pod["terminationGracePeriodSeconds"] > settings(values)["cluster"]["drain_s"] == 90
+    (_, wait_s) = container["lifecycle"]["preStop"]["exec"]["command"]
+    drain_s = settings(values)["cluster"]["drain_s"]
+    assert pod["terminationGracePeriodSeconds"] > int(wait_s) + drain_s >= 5 + 90
 
 
 @pytest.mark.parametrize(
@@ -262,7 +432,8 @@ def test_every_router_is_reached_and_scraped() -> None:
     (monitor,) = of_kind(documents, "PodMonitor")
     endpoints = monitor["spec"]["podMetricsEndpoints"]
     assert [each["port"] for each in endpoints] == [*ports]
-    assert {each["relabelings"][0]["replacement"] for each in endpoints} == {"kvrelay/release"}
+    labels = [{r["targetLabel"]: r["replacement"] for r in e["relabelings"]} for e in endpoints]
+    assert labels == [{"job": "kvrelay/release", "cluster": "llm"}] * 3
     policies = {p["metadata"]["name"]: p["spec"] for p in of_kind(documents, "NetworkPolicy")}
     (rule,) = policies["llm-api"]["ingress"]
     assert [each["port"] for each in rule["ports"]] == [*ports]
@@ -350,12 +521,13 @@ def test_no_two_pods_have_the_state_at_once() -> None:
 
 def test_workers_share_a_pod_and_its_gpus_by_default() -> None:
     """With one GPU a pod, their KV went by TCP."""
-    cluster = VALUES["config"]["cluster"]
-    assert int(GROUP["resources"]["limits"]["nvidia.com/gpu"]) == sum(cluster.values())
+    cluster = ClusterSection()
+    gpus = int(GROUP["resources"]["limits"]["nvidia.com/gpu"])
+    assert gpus == cluster.prefill + cluster.decode
     assert GROUP["replicas"] == 1
     notes = [notes_of({"ray": {"workerGroups": [group]}}) for group in (GROUP, ONE_GPU)]
     assert ["KV goes by TCP" in each for each in notes] == [False, True]
-    assert "KV goes by TCP" not in notes_of({"ray": {"workerGroups": [ONE_GPU | RDMA]}})
+    assert "KV goes by TCP" not in notes_of({"ray": {"workerGroups": [WITH_HCA]}})
 
 
 def notes_of(values: dict[str, Any]) -> str:
@@ -382,10 +554,8 @@ def test_workers_have_the_environment_that_models_and_transports_need() -> None:
         [each["name"] for each in group["template"]["spec"]["containers"][0].get("env", [])]
         for group in cluster["spec"]["workerGroupSpecs"]
     ]
-    assert names == [
-        ["HF_TOKEN", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES"],
-        ["HF_TOKEN", "NCCL_SOCKET_IFNAME"],
-    ]
+    common = ["HF_TOKEN", "NCCL_SOCKET_IFNAME"]
+    assert names == [[*common, "UCX_NET_DEVICES"]] * 4 + [common]
     (container,) = api_pod(FULL)["spec"]["containers"]
     assert {"HF_TOKEN", "NCCL_SOCKET_IFNAME", "UCX_TLS"} <= {e["name"] for e in container["env"]}
 

@@ -22,6 +22,7 @@ from tests.operations.kubernetes.kuberay import head_service, pod_template
 from tests.operations.kubernetes.pod import Image, Objects, Pod, Spec, decoded
 
 RECONCILE_S = 0.1
+ENDPOINTS_S = 3.0  # until all proxies know that a pod is told to end: a slow cluster's
 EVICT_AGAIN_S = 1.0  # kubectl drain waits 5 s
 Documents = list[dict[str, Any]]
 
@@ -52,7 +53,7 @@ class Cluster:
         self._thread = threading.Thread(target=self._reconcile_until_stopped, daemon=True)
         self.errors: list[BaseException] = []
         # One pod comes up after the other, for so long: this machine is small, and Ray is not.
-        self.one_by_one_s = 120.0
+        self.one_by_one_s = 240.0
 
     def __enter__(self) -> Self:
         (self.objects.folder / "logs").mkdir(parents=True)
@@ -116,9 +117,13 @@ class Cluster:
             for pod in left:
                 with self._lock:
                     if not pod.is_ending and self._may_evict(pod):
-                        pod.tell("is evicted")
-                        self._delete(pod)
+                        self.evict(pod)
             time.sleep(EVICT_AGAIN_S)
+
+    def evict(self, pod: Pod) -> None:
+        pod.tell("is evicted")
+        with self._lock:
+            self._delete(pod)
 
     def of(self, component: str) -> list[Pod]:
         key = "app.kubernetes.io/component"
@@ -191,7 +196,7 @@ class Cluster:
 
     def _delete(self, pod: Pod) -> None:
         if not pod.is_ending:
-            pod.is_ending = True  # from now on it is no endpoint
+            pod.is_ending, pod.told_at = True, time.monotonic()
             threading.Thread(target=pod.delete, daemon=True).start()
 
     def _reconcile_until_stopped(self) -> None:
@@ -293,6 +298,9 @@ class Cluster:
         """Services' names and addresses, for the pods and for this machine."""
         lines, rules = ["127.0.0.1 localhost"], []
         ready = {pod for pod in self.pods if pod.is_ready}
+        # Whoever sends has not heard yet that it ends.
+        late = time.monotonic() - ENDPOINTS_S
+        ready |= {p for p in self._ends if p.is_ending and not p.is_gone and p.told_at > late}
         for name, service in self._services.items():
             spec = service["spec"]
             selector, all_of_them = spec["selector"], spec.get("publishNotReadyAddresses")
@@ -385,5 +393,5 @@ def image_of(folder: Path | None) -> Image:
     env = {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     env["PYTHONPATH"] = ":".join(filter(None, paths))
     # This machine may be slow.
-    env |= {"RAY_raylet_start_wait_time_s": "60", "RAY_agent_register_timeout_ms": "180000"}
+    env |= {"RAY_raylet_start_wait_time_s": "180", "RAY_agent_register_timeout_ms": "180000"}
     return Image(commands, env, folders)

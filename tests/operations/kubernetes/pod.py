@@ -366,6 +366,7 @@ class Pod:
         self.is_ending = self.is_gone = self.has_failed = False
         self.pause = 0
         self.made_at = time.monotonic()
+        self.told_at = 0.0  # to end
         self.slot = ""  # which of the wanted pods it is
         self.has_rules = False  # its network knows the services
         self.volumes: dict[str, Path] = {}

@@ -48,7 +48,9 @@ SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
 LABELS = {"app.kubernetes.io/component": "web"}
 
 
-def documents(told: str = "one", replicas: int = 1, strategy: str = "Recreate") -> Any:
+def documents(
+    told: str = "one", replicas: int = 1, strategy: str = "Recreate", pre_stop_s: float = 0.0
+) -> Any:
     ready = {"httpGet": {"path": "/shared/ready", "port": "http"}, "periodSeconds": 1}
     live = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 1}
     mounts = [{"name": "shared", "mountPath": "/shared"}, {"name": "set", "mountPath": "/etc/set"}]
@@ -62,6 +64,7 @@ def documents(told: str = "one", replicas: int = 1, strategy: str = "Recreate") 
         "startupProbe": live,
         "readinessProbe": ready,
         "livenessProbe": live,
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(pre_stop_s)]}}},
         **common,
     }
     script = "echo yes > /shared/ready"
@@ -77,7 +80,7 @@ def documents(told: str = "one", replicas: int = 1, strategy: str = "Recreate") 
         "initContainers": [before, beside],
         "containers": [main],
         "securityContext": {"runAsUser": 10001},
-        "terminationGracePeriodSeconds": 5,
+        "terminationGracePeriodSeconds": 10,
         "volumes": [
             {"name": "shared", "persistentVolumeClaim": {"claimName": "kept"}},
             {"name": "set", "configMap": {"name": "settings"}},
@@ -156,16 +159,30 @@ def test_a_pod_from_its_start_to_its_end(cluster: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_a_rolling_update_refuses_nobody_and_a_budget_holds_a_drain(cluster: Cluster) -> None:
-    cluster.apply(documents(replicas=2, strategy="RollingUpdate"))
+@pytest.mark.parametrize("pre_stop_s", [0.0, 4.0])
+def test_a_rolling_update_refuses_whom_a_pod_does_not_wait_for(
+    cluster: Cluster, pre_stop_s: float
+) -> None:
+    """Proxies send to a pod for a while after it was told to end."""
+    cluster.apply(documents("one", 2, "RollingUpdate", pre_stop_s))
     settle(cluster)
-    cluster.apply(documents("two", replicas=2, strategy="RollingUpdate"))
-    heard = set()
+    cluster.apply(documents("two", 2, "RollingUpdate", pre_stop_s))
+    heard, refused = set(), 0
     deadline = time.monotonic() + 60
     while not (cluster.is_settled() and len(cluster.gone) == 2):
-        heard.add(say(cluster).split()[0])
+        try:
+            heard.add(say(cluster).split()[0])
+        except httpx.HTTPError:
+            refused += 1
         assert time.monotonic() < deadline, cluster.shown()
     assert heard | {say(cluster).split()[0]} == {"one-secret", "two-secret"}
+    assert (refused > 0) is (pre_stop_s == 0)
+
+
+@pytest.mark.long
+def test_a_budget_holds_a_drain(cluster: Cluster) -> None:
+    cluster.apply(documents("one", 2, "RollingUpdate"))
+    settle(cluster)
     for pod in cluster.pods:
         pod.node = "node-0"
     cluster.drain("node-0", 60)

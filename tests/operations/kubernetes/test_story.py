@@ -19,7 +19,9 @@ import pytest
 from tests.chaos.network import what_is_missing
 from tests.e2e.serving import MODEL
 from tests.operations.kubernetes.cluster import Cluster, image_of
+from tests.operations.kubernetes.pod import Pod
 from tests.operations.test_chart import render
+from tests.support.adapters import write_adapter
 
 pytestmark = [
     pytest.mark.long,
@@ -45,6 +47,19 @@ VALUES: dict[str, Any] = {
     "config": {
         "cluster": {"prefill": 1, "decode": 1},
         "engine": {"num_blocks": 256, "max_model_len": 2048},
+    },
+}
+ROLLED: dict[str, Any] = {
+    "api": {"drainSeconds": 20, "replicas": 2},
+    "ray": {"workerGroups": [GROUP | {"maxReplicas": 2, "diskTier": {"storage": "8Gi"}}]},
+    "modelCache": {"existingClaim": "models"},
+    "extraVolumes": [{"name": "adapters", "persistentVolumeClaim": {"claimName": "adapters"}}],
+    "extraVolumeMounts": [{"name": "adapters", "mountPath": "/adapters", "readOnly": True}],
+    "config": {
+        "models": [{"name": "small", "checkpoint": MODEL, "aliases": [MODEL]}],
+        "adapters": [{"name": "tuned", "path": "/adapters/tuned", "model": "small"}],
+        "engine": {"num_blocks": 256, "max_model_len": 2048},
+        "tiers": {"disk_gib": 0.5, "host_gib": 0.25, "disk_after_s": 1.0},
     },
 }
 LONG = " ".join(f"Keeper {number} saw a whale." for number in range(60))
@@ -93,15 +108,23 @@ class Client:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def ask(self, question: str = "What is the capital of France?", tokens: int = 12) -> str:
+    def ask(
+        self,
+        question: str = "What is the capital of France?",
+        tokens: int = 12,
+        model: str = MODEL,
+    ) -> str:
         said = [{"role": "user", "content": question}]
-        answer = self.post("/v1/chat/completions", messages=said, max_tokens=tokens)
+        answer = self.post("/v1/chat/completions", messages=said, max_tokens=tokens, model=model)
         return str(answer["choices"][0]["message"]["content"])
 
     def workers(self) -> dict[str, tuple[int, int]]:
         """Process and epoch of each worker."""
-        state = self.get("/status", as_operator=True)["workers"]
+        state = self.status()["workers"]
         return {w["worker"]: (w["pid"], w["epoch"]) for w in state if w["state"] == "up"}
+
+    def status(self) -> Any:
+        return self.get("/status", as_operator=True)
 
     def has_workers(self, count: int) -> bool:
         try:
@@ -120,8 +143,8 @@ class Traffic:
     """One request after the other, from `with` to its end; none is tried again. `refused`: no pod
     was behind the Service, so that nothing took them."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, model: str = MODEL) -> None:
+        self._client, self._model = client, model
         self.failed: list[str] = []
         self.answered = self.refused = 0
         self.longest_s = 0.0
@@ -132,7 +155,7 @@ class Traffic:
         last = time.monotonic()
         while not self._stop.is_set():
             try:
-                self._client.ask("Count to three.", 8)
+                self._client.ask("Count to three.", 8, self._model)
             except httpx.ConnectError:
                 self.refused += 1
                 time.sleep(0.1)
@@ -228,6 +251,60 @@ def test_a_release_through_its_upgrade_a_drain_and_the_death_of_a_pod(cluster: C
         cluster.wait(lambda: client.has_workers(2), 120, "workers are away")
     traffic.assert_none_failed("killed", may_refuse=True)
     assert_state_is_kept(client, first["id"])
+
+
+@pytest.mark.timeout(2700)
+def test_a_rolling_update_of_all_pods_refuses_nobody(cluster: Cluster, smollm2_dir: Path) -> None:
+    """Models and adapters are values, and what is on the disk of a pod is there in the next."""
+    adapters = cluster.objects.claim("adapters", 10001)
+    write_adapter(adapters / "tuned", smollm2_dir, modules=("q_proj", "v_proj"))
+    subprocess.run(["chmod", "-R", "a+rX", str(adapters)], check=True)
+
+    def settle(why: str) -> None:
+        print(f"{why}: {cluster.wait(cluster.is_settled, 2 * UP_S, why):.0f} s")
+
+    def all_up() -> bool:
+        return cluster.is_settled() and client.has_workers(2)
+
+    cluster.apply(render(ROLLED))
+    settle("installed")
+    client = Client(cluster)
+    cluster.wait(all_up, UP_S, "workers are away")
+    said = {model: client.ask(model=model) for model in ("small", "tuned")}
+    assert said["small"] != said["tuned"]
+    client.cached()
+    time.sleep(5)  # until it is on the disk
+
+    old = list(cluster.pods)
+    (home,) = {w["machine"] for w in client.status()["workers"] if "decode" in w["worker"]}
+    rolled = sorted(cluster.of("worker"), key=lambda pod: not runs(pod, f"--node_id={home}"))
+    with Traffic(client) as traffic, Traffic(client, "tuned") as tuned:
+        for pod in rolled:
+            cluster.evict(pod)
+            cluster.wait(lambda pod=pod: pod.is_gone, 120, "it does not end")
+            cluster.wait(all_up, UP_S, "workers are away")
+            killed = [event for event in pod.events if "SIGKILL" in event]
+            assert not killed, "its workers left before"
+    traffic.assert_none_failed("worker pods", may_refuse=False)
+    tuned.assert_none_failed("worker pods, an adapter", may_refuse=False)
+    assert client.cached() >= 0.9, "read from the claim"
+
+    changed = ROLLED["config"] | {"api": {"request_timeout_s": 500.0}}
+    with Traffic(client) as traffic, Traffic(client, "tuned") as tuned:
+        cluster.apply(render(ROLLED | {"config": changed}))
+        time.sleep(1)
+        settle("API pods rolled")
+        time.sleep(2)
+    traffic.assert_none_failed("API pods", may_refuse=False)
+    tuned.assert_none_failed("API pods, an adapter", may_refuse=False)
+    replaced = [pod for pod in old if pod in cluster.of("api") + cluster.of("worker")]
+    assert not replaced
+    assert {model: client.ask(model=model) for model in said} == said
+
+
+def runs(pod: Pod, argument: str) -> bool:
+    """Whether a process in its main container has this in its command line."""
+    return pod.containers[-1].execute(["pgrep", "-f", "--", argument], 10) == 0
 
 
 def assert_state_is_kept(client: Client, response: str) -> None:

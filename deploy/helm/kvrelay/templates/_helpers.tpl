@@ -47,12 +47,83 @@ capabilities:
 
 {{- define "kvrelay.cacheVolume" -}}
 - name: cache
-  {{- if .Values.modelCache.existingClaim }}
+  {{- if or .Values.modelCache.existingClaim .Values.modelCache.storage }}
   persistentVolumeClaim:
-    claimName: {{ .Values.modelCache.existingClaim }}
+    claimName: {{ .Values.modelCache.existingClaim | default (printf "%s-models" (include "kvrelay.name" .)) }}
   {{- else }}
   emptyDir: {}
   {{- end }}
+{{- end -}}
+
+{{- /* What pods have beside the chart's own, of `root` and of `own`: .field is one of the three. */ -}}
+{{- define "kvrelay.further" -}}
+{{- $all := concat (get .root.Values .field) (get .own .field | default list) -}}
+{{- if $all }}{{ toYaml $all }}{{ end -}}
+{{- end -}}
+
+{{- /* Containers that fetch models, then those of the values. */ -}}
+{{- define "kvrelay.initContainers" -}}
+{{- $root := .root -}}
+{{- range $i, $each := $root.Values.modelCache.fetch }}
+- name: fetch-{{ $i }}
+  image: {{ $each.image | default (include "kvrelay.image" $root) }}
+  imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+  {{- if $each.model }}
+  command: ["kvrelay", "fetch", {{ $each.model | quote }}, "--revision", {{ $each.revision | quote }}]
+  {{- else }}
+  command: {{ toJson $each.command }}
+  {{- end }}
+  {{- $env := printf "%s\n%s" (include "kvrelay.modelEnv" $root) ($each.env | default list | toYaml | trimAll "[]") | trim }}
+  {{- with $env }}
+  env:
+    {{- . | nindent 4 }}
+  {{- end }}
+  resources:
+    requests: {memory: {{ $root.Values.modelCache.fetchMemory }}}
+    limits: {memory: {{ $root.Values.modelCache.fetchMemory }}}
+  securityContext:
+    {{- include "kvrelay.security" $root | nindent 4 }}
+  volumeMounts:
+    - {name: cache, mountPath: /home/kvrelay/.cache}
+{{- end }}
+{{ include "kvrelay.further" (merge (dict "field" "initContainers") .) }}
+{{- end -}}
+
+{{- /* Pods of the API: what there is at first. */ -}}
+{{- define "kvrelay.replicas" -}}
+{{- with .Values.api }}{{ ternary .autoscaling.minReplicas .replicas .autoscaling.enabled | int }}{{ end -}}
+{{- end -}}
+
+{{- /* One that has a claim for each pod becomes as many groups of one pod, which KubeRay has no
+other form for. As a map, in YAML. */ -}}
+{{- define "kvrelay.groups" -}}
+{{- $found := list -}}
+{{- range $group := .Values.ray.workerGroups -}}
+{{- $disk := $group.diskTier | default dict -}}
+{{- if gt (len (compact (list $disk.hostPath $disk.existingClaim $disk.storage))) 1 -}}
+{{- fail (printf "ray.workerGroups: %s: diskTier: expected one of hostPath, existingClaim and storage" $group.name) -}}
+{{- end -}}
+{{- if $disk.storage -}}
+{{- range $i := until (int $group.maxReplicas) -}}
+{{- $own := deepCopy $group -}}
+{{- $_ := set $own "name" (printf "%s-%d" $group.name $i) -}}
+{{- $_ := set $own "maxReplicas" 1 -}}
+{{- $_ := set $own "replicas" (ternary 1 0 (lt $i (int $group.replicas))) -}}
+{{- $_ := set $own "minReplicas" (ternary 1 0 (lt $i (int $group.minReplicas))) -}}
+{{- $_ := set $own "claim" (printf "%s-%s-%d-kv" (include "kvrelay.name" $) $group.name $i) -}}
+{{- $found = append $found $own -}}
+{{- end -}}
+{{- else -}}
+{{- $own := deepCopy $group -}}
+{{- $_ := set $own "claim" ($disk.existingClaim | default "") -}}
+{{- $found = append $found $own -}}
+{{- end -}}
+{{- end -}}
+{{- dict "groups" $found | toYaml -}}
+{{- end -}}
+
+{{- define "kvrelay.hasDisk" -}}
+{{- range .Values.ray.workerGroups }}{{ with .diskTier }}{{ if or .hostPath .existingClaim .storage }}yes{{ end }}{{ end }}{{ end -}}
 {{- end -}}
 
 {{- define "kvrelay.placement" -}}
@@ -118,8 +189,15 @@ imagePullSecrets:
 {{- if .Values.redis.enabled }}{{ include "kvrelay.fits" . }}{{ end -}}
 {{- if not .Values.state.existingClaim }}{{ include "kvrelay.holds" . }}{{ end -}}
 {{- $config := deepCopy .Values.config -}}
+{{- include "kvrelay.oneSource" . -}}
 {{- $own := dict "cluster" (dict "address" "auto" "drain_s" .Values.api.drainSeconds) -}}
-{{- if gt (int .Values.api.replicas) 1 -}}
+{{- if include "kvrelay.hasDisk" . -}}
+{{- if not (or (include "kvrelay.hasFile" .) (dig "tiers" "disk_gib" 0 $config)) -}}
+{{- fail "diskTier of a worker group without config.tiers.disk_gib: say how much of it KV may take" -}}
+{{- end -}}
+{{- $_ := set $own "tiers" (dict "disk_path" "/var/lib/kvrelay/kv") -}}
+{{- end -}}
+{{- if gt (include "kvrelay.replicas" . | int) 1 -}}
 {{- if not (or .Values.redis.enabled (dig "state" "url" "" $config)) -}}
 {{- fail "api.replicas above 1 needs Redis: set redis.enabled = true, or config.state.url" -}}
 {{- end -}}
@@ -147,13 +225,69 @@ imagePullSecrets:
 {{- mergeOverwrite $kept $config $own | toYaml -}}
 {{- end -}}
 
+{{- define "kvrelay.oneSource" -}}
+{{- $given := compact (list .Values.configFile .Values.configFrom.configMap .Values.configFrom.secret) -}}
+{{- if gt (len $given) 1 -}}
+{{- fail "configFile, configFrom.configMap and configFrom.secret: expected one of the three" -}}
+{{- end -}}
+{{- range $name, $value := .Values.config -}}
+{{- if and $given (not (kindIs "map" $value)) -}}
+{{- fail (printf "config.%s: a list of tables belongs into the file that configFile or configFrom names" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Whether the settings file is the user's own, and the chart's settings go over it. */ -}}
+{{- define "kvrelay.hasFile" -}}
+{{- if or .Values.configFile .Values.configFrom.configMap .Values.configFrom.secret }}yes{{ end -}}
+{{- end -}}
+
+{{- define "kvrelay.tomlValue" -}}
+{{- $value := . -}}
+{{- if kindIs "map" $value -}}
+{{ "{" }}{{ range $i, $key := keys $value | sortAlpha }}{{ if $i }}, {{ end }}{{ toJson $key }} = {{ include "kvrelay.tomlValue" (get $value $key) }}{{ end }}{{ "}" }}
+{{- else if kindIs "slice" $value -}}
+[{{ range $i, $each := $value }}{{ if $i }}, {{ end }}{{ include "kvrelay.tomlValue" $each }}{{ end }}]
+{{- else -}}
+{{ toJson $value }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Lists of tables come first: in a table they would belong to it. */ -}}
 {{- define "kvrelay.toml" -}}
-{{- range $section, $settings := include "kvrelay.settings" . | fromYaml }}
-[{{ $section }}]
+{{- $settings := include "kvrelay.settings" . | fromYaml -}}
 {{- range $name, $value := $settings }}
-{{ $name }} = {{ toJson $value }}
+{{- if not (kindIs "map" $value) }}
+{{ $name }} = {{ include "kvrelay.tomlValue" $value }}
+{{- end }}
+{{- end }}
+{{ range $section, $table := $settings }}
+{{- if kindIs "map" $table }}
+[{{ $section }}]
+{{- range $name, $value := $table }}
+{{ $name }} = {{ include "kvrelay.tomlValue" $value }}
 {{- end }}
 {{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The same for the command line, over a file. */ -}}
+{{- define "kvrelay.overrides" -}}
+{{- range $section, $table := include "kvrelay.settings" . | fromYaml }}
+{{- range $name, $value := $table }}
+- --set
+- {{ printf "%s.%s=%s" $section $name (include "kvrelay.tomlValue" $value) | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* What the API's pod is made anew for. */ -}}
+{{- define "kvrelay.configText" -}}
+{{- $from := .Values.configFrom -}}
+{{- include "kvrelay.toml" . -}}
+{{- .Values.configFile -}}
+{{- with $from.configMap }}{{ (lookup "v1" "ConfigMap" $.Release.Namespace .).data | toJson }}{{ end -}}
+{{- with $from.secret }}{{ (lookup "v1" "Secret" $.Release.Namespace .).data | toJson }}{{ end -}}
 {{- end -}}
 
 {{- define "kvrelay.routers" -}}
@@ -200,4 +334,9 @@ http{{ if . }}-{{ . }}{{ end }}
 {{- /* In bytes: nothing of KVRelay goes through it. Ray's default is 30 % of the pod's memory. */ -}}
 {{- define "kvrelay.objectStore" -}}
 83886080
+{{- end -}}
+
+{{- /* The label `cluster` of what is scraped. */ -}}
+{{- define "kvrelay.cluster" -}}
+{{- .Values.monitoring.cluster | default (include "kvrelay.name" .) -}}
 {{- end -}}
