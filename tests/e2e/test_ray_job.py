@@ -59,6 +59,6 @@ def test_a_job_is_a_server() -> None:
 
 def is_ready(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5).status_code == 200
+        return httpx.get(url, timeout=5).status_code in (200, 401)  # Ray wants its token
     except httpx.HTTPError:
         return False
