@@ -155,7 +155,7 @@ def machines_of(nodes: list[dict[str, Any]], use_gpus: bool) -> tuple[Machine, .
             node["NodeManagerAddress"],
             node["Resources"].get("CPU", 0.0),
             node["Resources"].get("GPU", 0.0) if use_gpus else 0.0,
-            node[DRAINING],
+            node.get(DRAINING, False),
         )
         for node in nodes
         if node["Resources"].keys() & {"CPU", "GPU"}

@@ -15,7 +15,6 @@ import msgspec
 from kvrelay.decode_worker.vllm.arguments import environment
 from kvrelay.decode_worker.vllm.parse import Ready
 from kvrelay.engine.config import EngineSection
-from kvrelay.worker.guardian import in_environment
 
 MODULE = "kvrelay.decode_worker.vllm.parse"
 START_S = 300.0  # vLLM's imports, on a machine that is busy
@@ -35,6 +34,8 @@ class ParserProcess:
 
     def start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """Returns the process, and the socket that it answers at. Raises OSError."""
+        from kvrelay.worker.guardian import in_environment  # a router needs it for this alone
+
         options = {k: v for k, v in self.arguments.items() if k in TOKENIZER_ARGUMENTS}
         names = self.tool, self.reasoning, msgspec.json.encode(options).decode()
         env = {**os.environ, **environment(on_gpu=True), "OMP_NUM_THREADS": "1"}

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -429,6 +430,7 @@ def make_checkpoint(
 
 def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn.Module:
     """A random one of transformers' configuration `kind`; returns the model of it."""
+    fields = deepcopy(fields)  # Mistral4Config writes into what it is given
     torch.manual_seed(7)
     if kind in PARTS:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

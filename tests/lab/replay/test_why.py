@@ -62,6 +62,7 @@ def why(watch: Watch, request_id: str, numbers: str, num_cached: int = 0) -> Why
         cached_by_source={},
         recomputed={},
         drafts=(0, 0),
+        images=(0, 0),
         waited_s={},
         attempts=[],
         submitted_at=0.0,
