@@ -23,7 +23,7 @@ from kvrelay.engine.stats import Role, WorkerInfo
 from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
 VLLM_CPU_BLOCK = 32  # its attention on CPUs takes multiples of so many tokens
-VLLM_CPU_TOKENS = 2048  # of a step on CPUs, as in its own server
+VLLM_CPU_TOKENS = 2048  # those of a step on CPUs, where none are set
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 
