@@ -97,7 +97,7 @@ def explanation_json(call: ServedCall, choice: ServedChoice) -> dict[str, Any]:
 
 
 def images_json(encoded: int, found: int) -> dict[str, int]:
-    """Of a prompt that was computed with images: whose embeddings were made, and found."""
+    """How many embeddings of images were made, and found, for a prompt that has some."""
     return {"encoded": encoded, "found": found} if encoded or found else {}
 
 

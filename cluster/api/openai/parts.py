@@ -78,7 +78,7 @@ class Piece:
     logprobs: tuple[tuple[msgspec.Raw, ...], ...] = ()  # lists, encoded by the answer's format
     embedding: bytes = b""  # float32
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # from the prompt's second token on
-    parts: tuple[Part, ...] = ()  # of its text, for parsers that are not here
+    parts: tuple[Part, ...] = ()  # those of its text, for parsers that are not here
     events: tuple[Event, ...] = ()  # what these have read in it
 
     @property

@@ -183,7 +183,7 @@ class Outside:
 
     calls: bool
     reasons: bool
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
+    kwargs: Mapping[str, Any] = field(default_factory=dict)  # those of the chat template
     shows: bool = False  # special tokens
 
 
