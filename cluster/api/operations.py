@@ -74,8 +74,8 @@ class _Operations:
         return JSONResponse(detail | status, 200 if is_healthy else 503)
 
     def _healthy(self, http: Request) -> tuple[bool, dict[str, Any]]:
-        """Looks at the model that `?model=` names, else at any. Raises ApiError (404), without a list
-        of names: that is for those who have a key."""
+        """Looks at the model that `?model=` names, else at any. Raises ApiError (404), without
+        a list of names: that is for those who have a key."""
         name = http.query_params.get("model", "")
         if name and name not in self._ctx.models:
             said = f"no model of this server is called '{name[:200]}'"
