@@ -58,6 +58,7 @@ from kvrelay.worker.spec import WorkerOrder, WorkerSpec
 
 log = logging.getLogger("kvrelay.worker")
 
+SHARED_MEMORY = Path("/dev/shm")
 FOREIGN = ("VIRTUAL_ENV", "PYTHONHOME")  # what another environment must not inherit
 LAST_WORDS_S = 0.5  # for the reason why a process ended to leave its guardian
 
@@ -205,6 +206,7 @@ class WorkerGuardian:
                 if isinstance(message, ProcessEnds):
                     self._why = message.reason
         has_ended.set()
+        forget_openmp()
         if not self._stays:
             self._leave()
 
@@ -255,3 +257,12 @@ def openmp_of(python: Path) -> dict[str, str]:
     if not library.exists():
         return {"OMP_WAIT_POLICY": "passive"}
     return {"LD_PRELOAD": str(library), "KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}  # ms
+
+
+def forget_openmp() -> None:
+    """Removes what Intel's OpenMP has left in shared memory of processes that were killed: a file
+    of a kilobyte for each, with its process id in the name."""
+    for path in SHARED_MEMORY.glob(f"__KMP_REGISTERED_LIB_*_{os.getuid()}"):
+        pid = path.name.split("_")[-2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            path.unlink(missing_ok=True)

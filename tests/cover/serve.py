@@ -27,7 +27,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.node import Effect
 from kvrelay.engine.step import Step, StepDone
-from kvrelay.engine.support import Capability, model_traits
+from kvrelay.engine.support import Capability, Trait, model_traits
 from kvrelay.engine.weights import UpdateMode
 from kvrelay.kvtransfer.movers import object as objects
 from kvrelay.kvtransfer.store.arena import arena_root, remove_arenas
@@ -117,7 +117,8 @@ class Served:
         self.other = next(iter(others), "other")
         self.kinds = [kind, *([self.other] if row["models"] == "two" else [])]
         self.models = {each: made.model(each) for each in self.kinds}
-        assert model_traits(read_config(self.models[kind])) == MODEL_TRAITS[kind]
+        found = model_traits(read_config(self.models[kind])) - {Trait.OTHER_VISION}  # all of them
+        assert found == MODEL_TRAITS[kind]
         quantization = "none" if row["weights"] == "stored" else row["weights"]
         kv_dtype = "auto" if row["kv"] == "same" else "float8_e4m3"
         num_ranks = 2 if row["computes"] == "ranks" and quantization != "none" else 1

@@ -3,6 +3,7 @@ for vLLM that gives what the real one gives. `tests/e2e/test_vllm.py` has the re
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ from kvrelay.kvtransfer.layout import BlockLayout
 from kvrelay.kvtransfer.messages import KVConnect, KVConnected
 from kvrelay.prefill_worker.messages import Prefill
 from kvrelay.router.config import RouterConfig
+from kvrelay.worker import guardian
 from kvrelay.worker.guardian import WorkerGuardian, in_environment, openmp_of
 from kvrelay.worker.messages import StartFailed
 from kvrelay.worker.process import Listening
@@ -563,6 +565,19 @@ def test_its_openmp_is_that_of_its_environment(tmp_path: Path) -> None:
     library.parent.mkdir()
     library.touch()
     assert openmp_of(python)["LD_PRELOAD"] == str(library)
+
+
+def test_what_openmp_leaves_of_dead_processes_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}" for pid in (os.getpid(), ended.pid)]
+    for name in (*names, "other"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(guardian, "SHARED_MEMORY", tmp_path)
+    guardian.forget_openmp()
+    assert {path.name for path in tmp_path.iterdir()} == {names[0], "other"}
 
 
 def test_an_interpreter_that_is_not_there_is_named() -> None:
