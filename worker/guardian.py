@@ -142,6 +142,7 @@ class WorkerGuardian:
             words = command(module, name, end=its)
             try:
                 if isinstance(spec, WorkerSpec) and spec.engine.python:
+                    forget_openmp()
                     words, env = in_environment(spec.engine.python, words, env)
                     env = env if spec.on_gpu else openmp_of(Path(spec.engine.python)) | env
                 self._start(words, env, its)
