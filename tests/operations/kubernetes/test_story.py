@@ -276,7 +276,8 @@ def test_a_rolling_update_of_all_pods_refuses_nobody(cluster: Cluster, smollm2_d
     time.sleep(5)  # until it is on the disk
 
     old = list(cluster.pods)
-    (home,) = {w["machine"] for w in client.status()["workers"] if "decode" in w["worker"]}
+    # Both workers end where the first pod was, so that is the one whose disk has the conversation.
+    home = max(client.status()["workers"], key=lambda worker: worker["num_disk_blocks"])["machine"]
     rolled = sorted(cluster.of("worker"), key=lambda pod: not runs(pod, f"--node_id={home}"))
     with Traffic(client) as traffic, Traffic(client, "tuned") as tuned:
         for pod in rolled:
