@@ -188,10 +188,10 @@ def _images(config: Config, model_dir: Path) -> dict[str, Any]:
     from kvrelay.cluster.api.openai.pictures import has_vision
     from kvrelay.engine.model.vision.layout import expand
 
-    traits = engine_traits(config.engine, on_gpu=False)  # workers on GPUs refuse them in words
     if config.engine.runs == "vllm":
         return {"reads_images": has_vision(model_dir)}
     model = read_config(model_dir)
+    traits = engine_traits(config.engine, on_gpu=False)  # workers on GPUs refuse them in words
     if model.vision is None or refusal_of(Capability.IMAGES, traits | model_traits(model)):
         return {"reads_images": False}
     return {"reads_images": True, "expand": partial(expand, vision=model.vision)}

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any, Literal
 
 import msgspec
@@ -76,8 +77,8 @@ class Parsers:
         _check("reasoning_parser", reasoning, ReasoningParserManager.list_registered())
         self._names = tool, reasoning
         self._tokenizer = get_tokenizer(model, **options)
-        self._classes = {each: self._class(*each) for each in ((True, True), (True, False))}
-        self._classes |= {each: self._class(*each) for each in ((False, True), (False, False))}
+        both = product((True, False), repeat=2)
+        self._classes = {each: self._class(*each) for each in both}
 
     def _class(self, calls: bool, reasons: bool) -> Any:
         from vllm.parser import ParserManager

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests.support import tiny_qwen_vl as qwen
+
 SPECIAL = (
     *("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
     *("<start_of_image>", "<end_of_image>", "<image_soft_token>"),
@@ -24,17 +26,6 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{ mess
 TOKENS_OF_IMAGE = 8  # with what Gemma has around them; Qwen has 6 of a picture of 60 x 60
 
 
-QWEN = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
-    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-)
-QWEN_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
-{% if message['content'] is string %}{{ message['content'] }}{% else %}\
-{% for part in message['content'] %}{% if part['type'] == 'image' %}\
-<|vision_start|><|image_pad|><|vision_end|>\
-{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 FORMS = ("gemma3", "qwen2_5_vl")
 
 
@@ -72,7 +63,9 @@ def _make_gemma(folder: Path) -> None:
 def _make_qwen(folder: Path) -> None:
     marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     images = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    _make_qwen_model(folder, *_make_tokenizer(folder, QWEN, QWEN_TEMPLATE, marks, images, []))
+    _make_qwen_model(
+        folder, *_make_tokenizer(folder, qwen.SPECIAL, qwen.TEMPLATE, marks, images, [])
+    )
     about: dict[str, Any] = {
         "processor_class": "Qwen2_5_VLProcessor",
         "patch_size": 14,

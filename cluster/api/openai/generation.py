@@ -227,7 +227,7 @@ class Generation:
                 pieces = self._take()
                 self._submit(loop.time())
                 if self._readers and pieces:
-                    self._reading = asyncio.create_task(self._told_apart(pieces))
+                    self._reading = asyncio.create_task(self._with_events(pieces))
                     async for _ in self._while_read(tick_s):
                         yield []
                     if self.gone:
@@ -244,7 +244,7 @@ class Generation:
             if ticks is not None:
                 ticks.cancel()
 
-    async def _told_apart(self, pieces: list[Piece]) -> list[Piece]:
+    async def _with_events(self, pieces: list[Piece]) -> list[Piece]:
         """With what they say, by parsers that are not here. Raises ApiError."""
 
         async def read(piece: Piece) -> Piece:

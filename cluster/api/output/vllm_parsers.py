@@ -2,7 +2,7 @@
 
 They run in one process for each model, of the environment that has vLLM, and are asked once for
 each part of a stream: the loop never waits for them, only the stream does. When the process ends,
-another is started and answer the parts so far; what it says of them again is dropped.
+another is started and told the parts so far; what it says of them again is dropped.
 """
 
 from __future__ import annotations
