@@ -38,7 +38,7 @@ UP_WITHIN_S = 90.0
 NOTICED_S = 1.0  # before that, a system may not know of a fault
 SETTLE_S = 5.0  # for streams, after everything is up and before the next fault
 MAX_SILENCE_S = 3.0
-AGENTS = 4  # of a day
+AGENTS = 4  # with --day
 COUNTS = ("streams", "failed", "altered")
 
 

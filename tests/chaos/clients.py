@@ -49,7 +49,7 @@ class Stream:
 
 
 class User(Protocol):
-    """Somebody with a system of their own to use."""
+    """Whoever uses a system beside the streams."""
 
     async def learn(self, client: Client) -> None:
         """What is said at rest. Raises RuntimeError."""
