@@ -19,17 +19,26 @@ from rich.table import Table
 from benchmarks.report import make_console, write_json
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from tests.chaos import disks
-from tests.chaos.clients import Clients, Stream, requests_of
-from tests.chaos.faults import Fault, client_faults, disk_faults, link_faults, process_faults
+from tests.chaos.clients import Clients, Stream, User, requests_of
+from tests.chaos.faults import (
+    Fault,
+    client_faults,
+    day_faults,
+    disk_faults,
+    link_faults,
+    process_faults,
+)
 from tests.chaos.kvrelay import OnHosts, OnLoopback, System
 from tests.chaos.leaks import LEAST_LIFE_S, Growth, Watch
 from tests.chaos.network import Hosts, what_is_missing
 from tests.chaos.peer import Deployment, Peer
+from tests.chaos.users import Agent, Batches
 
 UP_WITHIN_S = 90.0
 NOTICED_S = 1.0  # before that, a system may not know of a fault
 SETTLE_S = 5.0  # for streams, after everything is up and before the next fault
 MAX_SILENCE_S = 3.0
+AGENTS = 4  # with --day
 COUNTS = ("streams", "failed", "altered")
 
 
@@ -58,19 +67,17 @@ async def disturb(system: System, clients: Clients, fault: Fault, random: Random
         up_after_s += NOTICED_S
     await asyncio.sleep(SETTLE_S)
     streams = [stream for stream in clients.ended[first:] if stream.ended_at > began]
-    return seen(fault, to, clients, streams, up_after_s)
+    return seen(fault, to, streams, up_after_s)
 
 
-def seen(
-    fault: Fault, to: str, clients: Clients, streams: Sequence[Stream], up_after_s: float | None
-) -> Seen:
+def seen(fault: Fault, to: str, streams: Sequence[Stream], up_after_s: float | None) -> Seen:
     failed = [stream.error for stream in streams if stream.error]
     return Seen(
         fault=fault.name,
         to=to,
         streams=len(streams),
         failed=len(failed),
-        altered=sum(map(clients.is_altered, streams)),
+        altered=sum(stream.altered for stream in streams),
         silence_s=max((stream.silence_s for stream in streams if not stream.error), default=0.0),
         up_after_s=up_after_s,
         errors=tuple(sorted(set(failed)))[:3],
@@ -79,11 +86,11 @@ def seen(
 
 async def run(
     console: Console, system: System, faults: Sequence[Fault], minutes: float, num_streams: int,
-    random: Random, every_s: float, max_tokens: int,
+    random: Random, every_s: float, max_tokens: int, others: Sequence[User] = (),
 ) -> tuple[list[Seen], list[str]]:  # fmt: skip
     bodies = requests_of(system.model, 2 * num_streams, max_tokens)
-    clients = Clients(system.urls, bodies, num_streams)
-    with console.status(f"{len(bodies)} requests at rest"):
+    clients = Clients(system.urls, bodies, num_streams, others)
+    with console.status(f"{len(bodies)} requests at rest, and what {len(others)} others ask"):
         await clients.learn()
     clients.start()
     await asyncio.sleep(SETTLE_S)
@@ -145,14 +152,15 @@ def table(found: Sequence[Seen]) -> Table:
 
 
 def growth_table(growths: Sequence[Growth]) -> Table:
-    title = f"What processes that lived for {LEAST_LIFE_S / 60:g} minutes or more hold"
+    title = f"What was there for {LEAST_LIFE_S / 60:g} minutes or more"
     made = Table(box=SIMPLE_HEAD, title=title)
-    for name in ("process", "lived", "MiB", "files", "threads", "grows"):
-        made.add_column(name, justify="right" if name == "lived" else "left")
+    for name in ("what", "for", "MiB", "files", "threads", "MiB an hour", "grows"):
+        made.add_column(name, justify="right" if name in ("for", "MiB an hour") else "left")
     for each in growths:
         pairs = (f"{a:.0f} to {b:.0f}" for a, b in (each.mib, each.files, each.threads))
         minutes = f"{each.life_s / 60:.0f} min"
-        made.add_row(f"{each.kind} {each.pid}", minutes, *pairs, each.leaks)
+        name = f"{each.kind} {each.pid}" if each.pid else each.kind
+        made.add_row(name, minutes, *pairs, f"{each.mib_an_hour:+.1f}", each.leaks)
     return made
 
 
@@ -176,19 +184,29 @@ def peer_of(path: Path, python: str, network: Hosts | None) -> Peer:
 @click.option("--stop-s", type=float, default=60.0, show_default=True, help="Of stopped processes.")
 @click.option("--every-s", type=float, default=0.0, help="From a fault to the next, at least.")
 @click.option("--only", multiple=True, help="Faults whose name contains this.")
+@click.option(
+    "--day",
+    is_flag=True,
+    help="A day in operation, on --hosts: TLS, agents and batches beside the streams, machines that"
+    " are lost, a Redis that forgets, renewed certificates.",
+)
+@click.option("--first", default="", help="With --day: a commit; upgrades go from it, and back.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--peer", "peer_path", type=click.Path(path_type=Path), help="A TOML file: another.")
 @click.option("--peer-python", default="python3", help="Its {python}.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the results.")
 def main(
     minutes: float, streams: int, tokens: int, hosts: bool, ranks: int, stop_s: float,
-    every_s: float, only: Sequence[str], seed: int, peer_path: Path | None, peer_python: str,
-    json_path: Path | None,
+    every_s: float, only: Sequence[str], day: bool, first: str, seed: int,
+    peer_path: Path | None, peer_python: str, json_path: Path | None,
 ) -> None:  # fmt: skip
     """Disturb a server of one's own, with streams running all the time. Exits with 1 if a stream
     failed that was not connected to what was hit, if one was altered, if anything is left, or if a
-    process that lived for ten minutes grows."""
+    process that lived for ten minutes, or the shared memory, grows."""
     console = make_console()
+    hosts = hosts or day
+    if first and not day:
+        raise click.UsageError("--first is for --day")
     if hosts and (missing := what_is_missing() or disks.what_is_missing()):
         raise click.UsageError(f"--hosts needs {missing}")
     with ExitStack() as stack:
@@ -198,19 +216,27 @@ def main(
             if peer_path is not None:
                 system: System = stack.enter_context(peer_of(peer_path, peer_python, network))
             elif network is not None:
-                system = stack.enter_context(on_hosts := OnHosts(network))
+                on_hosts = stack.enter_context(OnHosts(network, tls=day, first=first))
+                system = on_hosts
                 for name, disk in on_hosts.disks.items():
                     faults += disk_faults(name, disk, system)
+                if day:
+                    faults += day_faults(on_hosts)
             else:
                 system = stack.enter_context(OnLoopback(ranks))
         faults += link_faults(network) if network is not None else ()
         faults += [*process_faults(system, stop_s), *client_faults(system)]
         faults = [f for f in faults if not only or any(part in f.name for part in only)]
+        others: list[User] = []
+        if day:
+            others = [*(Agent(system.model, i) for i in range(AGENTS)), Batches(system.model)]
         watch = Watch(system)
         watch.start()
         try:
             found, left = asyncio.run(
-                run(console, system, faults, minutes, streams, Random(seed), every_s, tokens)
+                run(
+                    console, system, faults, minutes, streams, Random(seed), every_s, tokens, others
+                )
             )
         finally:
             watch.stop()

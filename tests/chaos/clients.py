@@ -1,13 +1,14 @@
-"""Clients: streams of fixed requests, again and again, each compared with its answer at rest."""
+"""Clients: streams of fixed requests, again and again, each compared with its answer at rest; and
+others beside them, who talk on or have files of requests answered."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -40,17 +41,34 @@ def requests_of(model: str, count: int, max_tokens: int) -> list[dict[str, Any]]
 class Stream:
     """What became of one stream. `ended_at` is by `time.monotonic`."""
 
-    request: int
     ended_at: float
     text: str
     error: str | None
     silence_s: float  # the longest between two chunks
+    altered: bool = False  # it is not what was said at rest
 
 
-async def run_stream(client: Client, number: int, body: Any) -> Stream:
-    timing = await client.send("/v1/completions", body)
+class User(Protocol):
+    """Whoever uses a system beside the streams."""
+
+    async def learn(self, client: Client) -> None:
+        """What is said at rest. Raises RuntimeError."""
+
+    async def run(self, url: str, take: Callable[[Stream], None], is_over: asyncio.Event) -> None:
+        """Uses the system until it is over; `take` gets each answer."""
+
+
+async def run_stream(
+    client: Client, path: str, body: dict[str, Any], known: str | None = None
+) -> Stream:
+    """`known`: what is said at rest; None: that is to be learned, and RuntimeError is raised where
+    the request fails."""
+    timing = await client.send(path, body)
+    if known is None and timing.error:
+        raise RuntimeError(f"a request fails at rest: {timing.error}: {str(body)[:200]}")
+    altered = known is not None and not timing.error and timing.text != known
     silence_s = max(timing.gaps_s, default=0.0)
-    return Stream(number, time.monotonic(), timing.text, timing.error, silence_s)
+    return Stream(time.monotonic(), timing.text, timing.error, silence_s, altered)
 
 
 @asynccontextmanager
@@ -60,41 +78,51 @@ async def client_of(url: str) -> AsyncIterator[Client]:
 
 
 class Clients:
-    """Owned by a run. `ended` grows while they run."""
+    """Owned by a run. `ended` grows while they run. `others` are there beside the streams, each at
+    one of the addresses."""
 
-    def __init__(self, urls: Sequence[str], bodies: Sequence[Any], num_streams: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        bodies: Sequence[Any],
+        num_streams: int,
+        others: Sequence[User] = (),
+    ) -> None:
         self._urls, self._bodies, self._num_streams = urls, bodies, num_streams
-        self.known: dict[int, str] = {}
+        self._others = others
+        self._known: dict[int, str] = {}
         self.ended: list[Stream] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._is_over = asyncio.Event()
 
     async def learn(self) -> None:
         """What each request says at rest. Raises RuntimeError."""
         async with client_of(self._urls[0]) as client:
             for number, body in enumerate(self._bodies):
-                stream = await run_stream(client, number, body)
-                if stream.error:
-                    raise RuntimeError(f"request {number} fails at rest: {stream.error}")
-                self.known[number] = stream.text
+                self._known[number] = (await run_stream(client, "/v1/completions", body)).text
+            for other in self._others:
+                await other.learn(client)
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._run(i)) for i in range(self._num_streams)]
+        streams = [self._run(place) for place in range(self._num_streams)]
+        others = [
+            other.run(self._urls[place % len(self._urls)], self.ended.append, self._is_over)
+            for place, other in enumerate(self._others)
+        ]
+        self._tasks = [asyncio.create_task(each) for each in (*streams, *others)]
 
     async def stop(self) -> None:
         """When those that run have ended."""
-        self._stopping = True
+        self._is_over.set()
         await asyncio.gather(*self._tasks)
-
-    def is_altered(self, stream: Stream) -> bool:
-        return not stream.error and stream.text != self.known[stream.request]
 
     async def _run(self, place: int) -> None:
         number = place
         async with client_of(self._urls[place % len(self._urls)]) as client:
-            while not self._stopping:
+            while not self._is_over.is_set():
                 number = (number + self._num_streams) % len(self._bodies)
-                stream = await run_stream(client, number, self._bodies[number])
+                body, known = self._bodies[number], self._known[number]
+                stream = await run_stream(client, "/v1/completions", body, known)
                 self.ended.append(stream)
                 if stream.error:
                     await asyncio.sleep(PAUSE_S)

@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from tests.chaos.disks import Disk
-from tests.chaos.kvrelay import System
+from tests.chaos.kvrelay import OnHosts, System
 from tests.chaos.network import Hosts
 
 FULL_S = 20.0
@@ -58,8 +58,35 @@ def _restarting(system: System) -> Apply:
     async def apply(_: Random) -> str | None:
         began = time.monotonic()
         if not await asyncio.to_thread(system.restart, system.restart_within_s):
-            return None
-        return f"in {time.monotonic() - began:.0f} s"
+            return f"not over after {system.restart_within_s:.0f} s"
+        to = f" to {system.version or 'this version'}" if system.version is not None else ""
+        return f"in {time.monotonic() - began:.0f} s{to}"
+
+    return apply
+
+
+def day_faults(system: OnHosts) -> Iterator[Fault]:
+    """What else a day has, but for the upgrades of `process_faults`."""
+    yield Fault("a machine is lost", _losing(system))
+    yield Fault("Redis forgets everything", _calling(system.flush))
+    if system.tls:
+        yield Fault("the certificate is renewed", _calling(system.renew))
+
+
+def _calling(act: Callable[[], str]) -> Apply:
+    async def apply(_: Random) -> str | None:
+        return await asyncio.to_thread(act)
+
+    return apply
+
+
+def _losing(system: OnHosts) -> Apply:
+    async def apply(random: Random) -> str | None:
+        """All that runs there ends at one time; its raylet starts again as on a machine that does.
+        The first host has Redis, Ray's head and the API."""
+        number = random.randrange(1, len(system.hosts.names))
+        ended = await asyncio.to_thread(system.hosts.kill, number)
+        return f"host {number}, {ended} processes"
 
     return apply
 

@@ -15,12 +15,15 @@ from typing import Any, Self
 
 import httpx
 import psutil
+from redis import Redis
 
 from benchmarks.serving.served import Served
 from kvrelay.cluster.cli.own_key import OwnKey
+from kvrelay.cluster.processes.certificates import make_certificate, own_names
 from tests.chaos.disks import Disk
 from tests.chaos.network import Hosts
 from tests.chaos.services import Service
+from tests.support.versions import Versions
 
 PORT = 6397
 API_PORT = 8477
@@ -61,7 +64,8 @@ class System:
     kinds: Mapping[str, str] = KINDS
     slowed = "decode worker"  # the kind that is slowed down
     up_within_s = 90.0  # after a fault
-    restart_within_s = 300.0
+    restart_within_s = 900.0  # on a busy machine
+    version: str | None = None  # a commit; "": this tree; None: it has one version
 
     def __init__(self) -> None:
         self.served: Served | None = None
@@ -168,6 +172,10 @@ class System:
                 await asyncio.sleep(0.5)
         return ", ".join(f"{codes.count(each)} x {each}" for each in sorted(set(codes)))
 
+    def folders(self) -> dict[str, list[Path]]:
+        """What it writes, by a name for people."""
+        return {}
+
     def left_over(self) -> list[str]:
         """What an idle system should not have; empty if all is well."""
         deadline = time.monotonic() + 15
@@ -201,22 +209,63 @@ class OnLoopback(System):
 class OnHosts(System):
     """The server, Ray's head and Redis on the first host, a raylet on each of the others; what ends
     of Ray and Redis is started again. Two routers. A small disk below the host tier, and one for
-    the state."""
+    the state. `first`: a commit that is served first; each restart changes to this tree, or back.
+    """
 
     kinds: Mapping[str, str] = {**KINDS, "Redis": r"valkey-server "}
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, tls: bool = False, first: str = "") -> None:
         super().__init__()
-        self._hosts = hosts
+        self.hosts, self.tls = hosts, tls
         self._services: list[Service] = []
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         self.disks = {name: Disk(folder / name, DISK_MIB) for name in ("state", "KV")}
         self._stack = contextlib.ExitStack()
+        self._first, self._versions = first, Versions(folder / "versions")
+        if first:
+            (folder / "versions").mkdir()
+            self._use(first)
+
+    def _use(self, version: str) -> None:
+        self._versions.use(version)
+        self.version = version
+
+    def restart(self, timeout_s: float) -> bool:
+        if self._first:
+            self._use("" if self.version else self._first)
+        return super().restart(timeout_s)
+
+    def flush(self) -> str:
+        with Redis(self.hosts.address(0), REDIS_PORT, socket_timeout=20) as client:
+            before = client.dbsize()
+            client.flushall()
+        return f"{before} keys"
+
+    def renew(self) -> str:
+        """As who renews certificates does: new files in the place of the old ones."""
+        make_certificate(self._tls_folder, own_names(self.hosts.address(0)))
+        return "its files"
+
+    def folders(self) -> dict[str, list[Path]]:
+        state = self.disks["state"].path
+        return {
+            "shared memory": [Path("/dev/shm")],
+            "logs": [*state.rglob("*.log*"), *Path(self._folder.name).glob("*.log")],
+            "databases": [*state.rglob("*.sqlite*"), *state.rglob("*.db*")],
+            "all state": [state],
+            "KV on disk": [self.disks["KV"].path],
+        }
+
+    @property
+    def _tls_folder(self) -> Path:
+        return self.disks["state"].path / "state" / "tls"
 
     @property
     def urls(self) -> list[str]:
-        return [f"http://{self._hosts.address(0)}:{port}" for port in (API_PORT, API_PORT + 1)]
+        scheme = "https" if self.tls else "http"
+        host = self.hosts.address(0)
+        return [f"{scheme}://{host}:{port}" for port in (API_PORT, API_PORT + 1)]
 
     def roots(self) -> list[int]:
         assert self.served is not None
@@ -225,17 +274,18 @@ class OnHosts(System):
     def is_up(self) -> bool:
         """The controller does not know yet when a GCS has just been killed."""
         run = len(self.processes("GCS")), len(self.processes("raylet"))
-        return run == (1, len(self._hosts.names)) and super().is_up()
+        return run == (1, len(self.hosts.names)) and super().is_up()
 
     def __enter__(self) -> Self:
-        address = f"{self._hosts.address(0)}:{PORT}"
+        address = f"{self.hosts.address(0)}:{PORT}"
         store = {
-            "state.url": f"redis://{self._hosts.address(0)}:{REDIS_PORT}",
+            "state.url": f"redis://{self.hosts.address(0)}:{REDIS_PORT}",
             "cluster.routers": 2,
             "tiers.disk_gib": DISK_MIB / 1024 / 2,
             "tiers.disk_path": str(self.disks["KV"].path / "kv"),
             "tiers.disk_after_s": 1.0,
             "sessions.state_dir": str(self.disks["state"].path / "state"),
+            **({"tls.api": True, "tls.frames": True} if self.tls else {}),
         }
         try:
             for disk in self.disks.values():
@@ -244,22 +294,24 @@ class OnHosts(System):
             data = ("--dir", self._folder.name, "--appendonly", "yes")
             self._start(0, "Ready to accept", valkey_server(), *where, *data)
             head = ("--head", f"--port={PORT}", "--include-dashboard=0")
-            for number in range(len(self._hosts.names)):
+            for number in range(len(self.hosts.names)):
                 self._start(
                     number,
                     "Ray runtime started",
                     *start_ray(),
                     *(head if number == 0 else (f"--address={address}",)),
                     *("--num-cpus=2", "--object-store-memory=80000000"),
-                    f"--node-ip-address={self._hosts.address(number)}",
+                    f"--node-ip-address={self.hosts.address(number)}",
                 )
             self.served = Served(
                 {**SETTINGS, **store},
                 *("--prefill", "2", "--decode", "2", "--address", address),
                 *("--host", "0.0.0.0", "--insecure", "--port", str(API_PORT)),
                 env=self._ray_env(0) | ENV,
-                prefix=self._hosts.inside(0),
+                prefix=self.hosts.inside(0),
             )
+            if self.tls:  # whom all clients of this process trust
+                os.environ["SSL_CERT_FILE"] = str(self._tls_folder / "ca.pem")
             self.served.__enter__()
         except BaseException:
             self.__exit__()
@@ -267,6 +319,8 @@ class OnHosts(System):
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.tls:
+            os.environ.pop("SSL_CERT_FILE", None)
         if self.served is not None:
             self.served.stop()
         for service in reversed(self._services):
@@ -277,14 +331,15 @@ class OnHosts(System):
     def _start(self, number: int, says: str, *command: str) -> None:
         log = Path(self._folder.name) / f"service-{len(self._services)}.log"
         log.touch()
-        whole = [*self._hosts.inside(number), *command]
+        whole = [*self.hosts.inside(number), *command]
         service = Service(whole, os.environ | self._ray_env(number), log)
         self._services.append(service)
-        service.start(says)
+        service.start(says, timeout_s=120.0, tries=3)
 
     def _ray_env(self, number: int) -> dict[str, str]:
         """Raylets that start at one time in one folder choose the same names for their sockets."""
-        return {**RAY_ENV, "RAY_TMPDIR": f"{self._folder.name}/{number}"}
+        versions = self._versions.env if self._first else {}
+        return {**RAY_ENV, **versions, "RAY_TMPDIR": f"{self._folder.name}/{number}"}
 
 
 def start_ray() -> list[str]:

@@ -1,18 +1,22 @@
-"""What processes hold while they live: memory, open files and threads, and how these grow.
+"""What processes hold while they live: memory, open files and threads; what they write: shared
+memory, logs, databases, disks. And how these grow.
 
-Life of a watch: from `start` to `stop` every process of the system is looked at every few seconds.
-Of one that lived for long enough, the second half counts: what it holds in the last third of that,
-against the first third. What grows there would grow on.
+Life of a watch: from `start` to `stop` every process of the system, and what it writes, is looked
+at every few seconds. Of one that lived for long enough, the second half counts: what it holds in
+the last third of that, against the first third. What grows there would grow on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from statistics import median
+from itertools import chain
+from pathlib import Path
+from statistics import linear_regression, median
 
 import psutil
 
@@ -23,6 +27,7 @@ LEAST_LIFE_S = 600.0
 MAX_GROWTH = 0.05  # share of memory
 MAX_MORE = 6  # open files, or threads: connections to others come and go
 MIB = float(1 << 20)
+MAY_GROW = ("logs", "databases", "all state", "KV on disk")  # up to bounds of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +40,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How one process grew: medians of the first and of the last third of the second half of its
-    life."""
+    """How one process grew, or what all write of one kind (`pid` is 0): medians of the first and of
+    the last third of the second half of its life; `mib_an_hour` is the slope of that half."""
 
     kind: str
     pid: int
@@ -44,14 +49,17 @@ class Growth:
     mib: tuple[float, float]
     files: tuple[float, float]
     threads: tuple[float, float]
+    mib_an_hour: float
 
     @property
     def of_memory(self) -> float:
-        return self.mib[1] / self.mib[0] - 1
+        return self.mib[1] / self.mib[0] - 1 if self.mib[0] else 0.0
 
     @property
     def leaks(self) -> str:
-        """Says what grew; "" if nothing did."""
+        """Says what grew and should not; "" if nothing did."""
+        if self.kind in MAY_GROW:
+            return ""
         found = [f"{self.of_memory:+.1%} of memory"] if self.of_memory > MAX_GROWTH else []
         for what, (before, after) in (("files", self.files), ("threads", self.threads)):
             if after > before + MAX_MORE:
@@ -94,6 +102,8 @@ class Watch:
                             process.num_threads(),
                         )
                     self._samples.setdefault((kind, process.pid), []).append(sample)
+            for kind, paths in self.system.folders().items():
+                self._samples.setdefault((kind, 0), []).append(written(paths))
 
     def _processes(self) -> Iterator[tuple[str, psutil.Process]]:
         for number, pid in enumerate(self.system.roots()):
@@ -119,4 +129,15 @@ def growth(kind: str, pid: int, samples: list[Sample]) -> Growth | None:
         mib=(median(s.mib for s in first), median(s.mib for s in last)),
         files=(median(s.files for s in first), median(s.files for s in last)),
         threads=(median(s.threads for s in first), median(s.threads for s in last)),
+        mib_an_hour=3600 * linear_regression([s.at for s in late], [s.mib for s in late]).slope,
     )
+
+
+def written(paths: Iterable[Path]) -> Sample:
+    """What files take on their disks; of folders, all that is in them."""
+    sizes = []
+    for path in chain.from_iterable((path, *path.rglob("*")) for path in paths):
+        with contextlib.suppress(OSError):  # it has gone
+            state = os.stat(path, follow_symlinks=False)
+            sizes.append(state.st_blocks * 512)
+    return Sample(time.monotonic(), sum(sizes) / MIB, len(sizes), 0)

@@ -47,11 +47,7 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         for number, name in enumerate(self.names):
-            pids = ("ip", "netns", "pids", name)
-            found = subprocess.run(pids, capture_output=True, text=True, check=False).stdout
-            for pid in found.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            self.kill(number)
             # A namespace goes when the kernel has time, and its end of the link with it.
             link = ("ip", "link", "del", self._outer(number))
             subprocess.run(link, capture_output=True, check=False)
@@ -64,6 +60,15 @@ class Hosts:
     def inside(self, number: int) -> list[str]:
         """What a command begins with that runs on this host."""
         return ["ip", "netns", "exec", self.names[number]]
+
+    def kill(self, number: int) -> int:
+        """All that runs on this host; how many processes that were."""
+        pids = ("ip", "netns", "pids", self.names[number])
+        found = subprocess.run(pids, capture_output=True, text=True, check=False).stdout.split()
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        return len(found)
 
     def cut(self, number: int, is_cut: bool) -> None:
         run("ip", "link", "set", self._outer(number), "down" if is_cut else "up")

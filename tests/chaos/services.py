@@ -38,16 +38,25 @@ class Service:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, says: str, timeout_s: float = 60.0) -> None:
-        """Until its log says this. Raises RuntimeError."""
+    def start(self, says: str, timeout_s: float = 60.0, tries: int = 1) -> None:
+        """Until its log says this; `tries`: how often it is begun, each time for `timeout_s`, where
+        a busy machine may be why it ends. Raises RuntimeError."""
+        while not self._begins(says, timeout_s):
+            tries -= 1
+            if not tries:
+                raise RuntimeError(self._log.read_text(errors="replace")[-2000:])
+        self._keeper.start()
+
+    def _begins(self, says: str, timeout_s: float) -> bool:
         self._begin()
+        assert self._process is not None
         deadline = time.monotonic() + timeout_s
         while says not in self._log.read_text(errors="replace"):
-            assert self._process is not None
             if time.monotonic() > deadline or self._process.poll() is not None:
-                raise RuntimeError(self._log.read_text(errors="replace")[-2000:])
+                kill_tree(self._process.pid)
+                return False
             time.sleep(0.1)
-        self._keeper.start()
+        return True
 
     def stop(self) -> None:
         self._is_over.set()

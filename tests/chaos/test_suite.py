@@ -16,10 +16,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.chaos.__main__ import main
+from tests.chaos.clients import Stream
 from tests.chaos.disks import Disk, what_is_missing
 from tests.chaos.kvrelay import RAY_ENV, OnLoopback, start_ray
+from tests.chaos.leaks import Growth, Sample, growth, written
 from tests.chaos.peer import Deployment
 from tests.chaos.services import Service
+from tests.chaos.users import Batches
 from tests.operations.served import free_port
 
 DEPLOYMENT = """
@@ -117,6 +120,37 @@ def test_a_head_starts_again_while_raylets_of_other_hosts_have_its_address() -> 
         finally:
             head.stop()
             other.kill()
+
+
+def test_what_grows_is_said_with_its_slope(tmp_path: Path) -> None:
+    def of(kind: str, mib_an_hour: float) -> Growth:
+        samples = [Sample(at, 100 + mib_an_hour * at / 3600, 7, 3) for at in range(0, 1200, 10)]
+        found = growth(kind, 1, samples)
+        assert found is not None
+        assert found.mib_an_hour == pytest.approx(mib_an_hour)
+        return found
+
+    assert of("router", 120.0).leaks == "+10.8% of memory"
+    assert of("router", 12.0).leaks == ""
+    assert of("logs", 120.0).leaks == ""
+    assert growth("router", 1, [Sample(0.0, 1, 1, 1), Sample(30.0, 2, 1, 1)]) is None
+    (tmp_path / "a").write_bytes(bytes(4 << 20))
+    assert written([tmp_path]).mib == pytest.approx(4, abs=0.1)
+    assert written([tmp_path, tmp_path / "not there"]).files == 2
+
+
+def test_rows_of_a_batch_are_compared_with_what_is_said_at_rest() -> None:
+    batches = Batches("m")
+    batches._known = {"0": "one"}
+
+    def stream(text: str, **more: object) -> Stream:
+        response = {"status_code": 200, "body": {"choices": [{"text": text}]}}
+        return batches._stream("0", {"error": None, "response": response, **more})
+
+    assert (stream("one").error, stream("one").altered) == (None, False)
+    assert stream("two").altered
+    assert "late" in (stream("one", error={"code": "late"}).error or "")
+    assert batches._stream("0", None).error == "row 0: None"
 
 
 def test_a_system_whose_worker_has_just_been_killed_is_not_up(

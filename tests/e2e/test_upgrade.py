@@ -139,7 +139,7 @@ class Load:
     def show(self) -> None:
         streams = self.ended()
         failed = sum(1 for stream in streams if stream.error)
-        altered = sum(map(self.clients.is_altered, streams))
+        altered = sum(stream.altered for stream in streams)
         silence_s = max(stream.silence_s for stream in streams)
         print(
             f"{len(streams)} streams, {failed} failed, {altered} altered, longest silence "
@@ -153,7 +153,7 @@ class Load:
         silence_s = max(stream.silence_s for stream in streams)
         failed = [stream for stream in streams if stream.error]
         assert [stream.error for stream in failed] == []
-        assert not any(map(self.clients.is_altered, streams))
+        assert not any(stream.altered for stream in streams)
         assert self.failures == []
         assert [call for call in self.calls if call != self.call] == []
         assert silence_s <= MOST_SILENT_S * self.slack
