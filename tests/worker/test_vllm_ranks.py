@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from msgspec import structs
 
 from kvrelay.cluster.config_checks import not_of_vllm
 from kvrelay.cluster.roles import ROLES
+from kvrelay.decode_worker.vllm import memory, ranks
 from kvrelay.decode_worker.vllm.build import build
 from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.memory import Heads
@@ -174,6 +176,25 @@ def copied_and_back(
     return copies.layers, copied.checksums, copies.pool[[3, 1]].copy()
 
 
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is gathered and scattered at once, and written by the copying thread."""
+    for module in (memory, ranks):
+        monkeypatch.setattr(module, "is_in_host_memory", lambda regions: False)
+    monkeypatch.setattr(ranks, "begun", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(ranks, "to_host", lambda found, event: found)
+
+
+@pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
+def test_copies_of_a_gpu_and_of_host_memory_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    here = copied_and_back(4, 2, 2, layout)
+    as_on_a_gpu(monkeypatch)
+    there = copied_and_back(4, 2, 2, layout)
+    assert here[:2] == there[:2]
+    assert np.array_equal(here[2], there[2])
+
+
 @pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
 @pytest.mark.parametrize(
     ("num_heads", "size", "stages"), [(4, 2, 1), (2, 2, 1), (1, 2, 1), (2, 4, 1), (4, 2, 2)]
@@ -202,7 +223,10 @@ def test_heads_that_are_divided_in_another_way_are_not_copied() -> None:
     assert join_forms([some.forms, []], 2) == ([], [])
 
 
-def test_a_rank_that_makes_no_copies_any_more_ends_the_worker() -> None:
+def test_a_rank_that_makes_no_copies_any_more_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_on_a_gpu(monkeypatch)
     copies, ranks, _ = made(2, 2, 1, "BHNC")
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     copies.report = said.put
