@@ -60,7 +60,7 @@ class Memory:
         num_tokens = SIZE * len(blocks)
         self.copies.begin(Begin("a", (0,) * num_tokens, "", {}, tuple(rows)), lambda: None)
         began = time.thread_time(), time.perf_counter()
-        self.rank.save(self.copies.plan([Move("a", [blocks], range(0), num_tokens)]))
+        self.rank.save(self.copies.plan([Move("a", lambda: [blocks], range(0), num_tokens)]))
         step = time.thread_time() - began[0]
         self.said.get(timeout=60)
         took = time.perf_counter() - began[1]

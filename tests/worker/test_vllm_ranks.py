@@ -150,7 +150,7 @@ def copied_and_back(
     copies.report = said.put
     tokens = tuple(range(2 * SIZE))
     copies.begin(Begin("a", tokens, "", {}, (3, 1)), lambda: None)
-    step = copies.plan([Move("a", [[7, 2]], range(0), len(tokens))])
+    step = copies.plan([Move("a", lambda: [[7, 2]], range(0), len(tokens))])
     for rank in ranks:
         rank.copies.save(step)
     copied = said.get(timeout=60)
@@ -161,7 +161,7 @@ def copied_and_back(
     begin = Begin("b", tokens, "", {}, (3, 1), copied.checksums)
     copies.begin(begin, lambda: said.put("compared"))
     assert said.get(timeout=60) == "compared"
-    step = copies.plan([Move("b", [[4, 5]], range(2), len(tokens))])
+    step = copies.plan([Move("b", lambda: [[4, 5]], range(2), len(tokens))])
     for rank in ranks:
         rank.copies.load(step)
         rank.copies.save(step)
@@ -231,7 +231,7 @@ def test_a_rank_that_makes_no_copies_any_more_ends_the_worker(
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     copies.report = said.put
     copies.begin(Begin("a", tuple(range(SIZE)), "", {}, (4,)), lambda: None)  # there is no row 4
-    step = copies.plan([Move("a", [[7]], range(0), SIZE)])
+    step = copies.plan([Move("a", lambda: [[7]], range(0), SIZE)])
     ranks[1].copies.save(step)
     lost = said.get(timeout=60)
     assert isinstance(lost, EngineLost)
