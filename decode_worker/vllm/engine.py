@@ -84,9 +84,12 @@ class _Reports:
     num_waiting: int = 0
     used: float = 0.0
     num_preempted: int = 0
+    with_events: bool = True  # not where KV is copied: routers know what is in the copy
 
     def publish(self, batch: Any) -> None:
         """A batch of KV events; those of further groups of layers say nothing that these do not."""
+        if not self.with_events:
+            return
         for event in batch.events:
             if getattr(event, "group_idx", None):
                 continue
@@ -211,6 +214,7 @@ class VllmEngine:
     def use(self, pool: NDArray[np.uint8], share: HeadShare) -> None:
         """`pool`: as `make_pool` has made it. KV is copied from now on. `share`: as for
         `checksum_blocks`."""
+        self._reports.with_events = False
         self.copies.use(pool, share, self.num_ranks)
         self._in_ranks(use_pool, self._pool, self._at)
 
