@@ -51,6 +51,7 @@ from kvrelay.decode_worker.vllm.ranks import (
     process_of,
     use_pool,
 )
+from kvrelay.decode_worker.vllm.stages import receive_stages
 from kvrelay.decode_worker.vllm.weights import VllmWeights
 from kvrelay.engine.host import Deliver, first_line
 from kvrelay.engine.needs import NeedError
@@ -163,6 +164,11 @@ class VllmEngine:
         if _is_cpu() and not all(self._in_ranks(keep_draws)):
             log.warning(
                 "vLLM %s samples as no version that is known: seeds may end it", self.version
+            )
+        if _is_cpu() and not all(self._in_ranks(receive_stages)):
+            log.warning(
+                "vLLM %s divides layers as no version that is known: stages may end it",
+                self.version,
             )
         self._pool: NDArray[np.uint8] | SharedPool | None = None  # as ranks get it
         self._at: list[int] = []  # byte of a block at which the part of each rank begins

@@ -33,6 +33,7 @@ from kvrelay.decode_worker.vllm.ranks import (
     join_forms,
     make_shared_pool,
 )
+from kvrelay.decode_worker.vllm.stages import receive_stages
 from kvrelay.engine.config import ModelSection
 from kvrelay.engine.kv.window import Windows
 from kvrelay.kvtransfer.layout import BlockLayout
@@ -240,6 +241,36 @@ def test_a_rank_that_makes_no_copies_any_more_ends_the_worker(
         copies.end("a")
     with pytest.raises(RuntimeError, match="KV is not copied any more"):
         ranks[1].copies._wait_for_room(1)
+
+
+def test_a_later_stage_has_memory_to_receive_into() -> None:
+    """vLLM 0.32 asserts that it has, in the first step that it computes on a CPU."""
+
+    def worker(num_stages: int, **more: Any) -> Any:
+        parallel = SimpleNamespace(pipeline_parallel_size=num_stages)
+        config = SimpleNamespace(parallel_config=parallel)
+        return SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(**more))
+
+    def make(batch_size: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+        return {"hidden_states": torch.empty(batch_size, 3, dtype=dtype, device=device)}
+
+    about = {
+        "intermediate_tensors": None,
+        "model": SimpleNamespace(make_empty_intermediate_tensors=make),
+        "model_config": SimpleNamespace(dtype=torch.bfloat16),
+        "max_num_tokens": 7,
+        "device": "cpu",
+    }
+    later = worker(2, **about)
+    assert receive_stages(later)
+    made = later.model_runner.intermediate_tensors
+    assert (made["hidden_states"].shape, made["hidden_states"].dtype) == ((7, 3), torch.bfloat16)
+    assert receive_stages(later)
+    assert later.model_runner.intermediate_tensors is made
+    whole = worker(1, **about)
+    assert receive_stages(whole)
+    assert whole.model_runner.intermediate_tensors is None
+    assert not receive_stages(worker(2))
 
 
 def test_ranks_of_other_processes_write_to_one_memory_and_say_so() -> None:
