@@ -63,7 +63,7 @@ class Overlap:
         self.memory.copies.begin(Begin("a", (0,) * num_tokens, "", {}, rows), lambda: None)
         began, timer = time.perf_counter(), Timer(self.device)
         timer.mark()
-        move = Move("a", [blocks], range(0), num_tokens)
+        move = Move("a", lambda: [blocks], range(0), num_tokens)
         self.memory.rank.save(self.memory.copies.plan([move]))
         if step:
             self.step()

@@ -1,7 +1,7 @@
 """What copies of vLLM's KV take of a step: `python -m benchmarks.kv.vllm_copies`.
 
 On memory of the layout that vLLM has on CPUs, without vLLM. `each`: a copy for each block and layer
-and the checksums, on the step's thread. `gathered`: what a worker does. Both take turns; shown is
+and the checksums, on the step's thread. `at_once`: what a worker does. Both take turns; shown is
 the processor time of the step's thread (median), and the time until checksums are there (best).
 """
 
@@ -56,11 +56,11 @@ class Memory:
         checksum_blocks(self.pool.numpy(), rows, self.share)
         return time.thread_time() - began[0], time.perf_counter() - began[1]
 
-    def gathered(self, blocks: list[int], rows: list[int]) -> tuple[float, float]:
+    def at_once(self, blocks: list[int], rows: list[int]) -> tuple[float, float]:
         num_tokens = SIZE * len(blocks)
         self.copies.begin(Begin("a", (0,) * num_tokens, "", {}, tuple(rows)), lambda: None)
         began = time.thread_time(), time.perf_counter()
-        self.rank.save(self.copies.plan([Move("a", [blocks], range(0), num_tokens)]))
+        self.rank.save(self.copies.plan([Move("a", lambda: [blocks], range(0), num_tokens)]))
         step = time.thread_time() - began[0]
         self.said.get(timeout=60)
         took = time.perf_counter() - began[1]
@@ -79,7 +79,7 @@ def main(layers: int, heads: int, head_dim: int, rounds: int) -> None:
     for count in (1, 4, 16, 64):
         blocks = [(7 * n) % NUM_BLOCKS for n in range(count)]
         rows = [(5 * n + 3) % NUM_BLOCKS for n in range(count)]
-        found: dict[str, list[tuple[float, float]]] = {"each": [], "gathered": []}
+        found: dict[str, list[tuple[float, float]]] = {"each": [], "at_once": []}
         for _ in range(rounds):
             for name, times in found.items():
                 times.append(getattr(memory, name)(blocks, rows))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -83,9 +84,10 @@ class KVRelayConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         again = scheduler_output.scheduled_cached_reqs
         before |= zip(again.req_ids, again.num_computed_tokens, strict=True)
+        get_block_ids = scheduler_output.kv_connector_block_state.get_block_ids
         moves = []
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
-            block_ids = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+            block_ids = partial(get_block_ids, request_id)
             drafts = scheduler_output.scheduled_spec_decode_tokens.get(request_id, ())
             end = before[request_id] + num_new - len(drafts)
             about = block_ids, loads.get(request_id, range(0)), end

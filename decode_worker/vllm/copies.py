@@ -68,7 +68,7 @@ class Move(NamedTuple):
     filled from its table before the step, and how many of its tokens have KV after it."""
 
     key: str
-    block_ids: Sequence[Sequence[int]]
+    block_ids: Callable[[], Sequence[Sequence[int]]]  # vLLM lists them anew: most steps need none
     loads: range
     num_computed: int
 
@@ -208,8 +208,12 @@ class Copies:
             table = self.tables.get(move.key)
             if table is None or self.pool is None:
                 continue
-            self._load(table, move, loads)
-            if part := self._save(table, move, saves):
+            end = self._filled(table, move)
+            if not move.loads and end <= table.num_saved:
+                continue
+            block_ids = move.block_ids()
+            self._load(table, move, block_ids, loads)
+            if part := self._save(table, end, block_ids, saves):
                 parts.append(part)
             if part or move.loads:
                 tables.append(table)
@@ -222,24 +226,28 @@ class Copies:
             self._steps[self._num_steps] = _Copying(tables, parts, {*range(self._num_ranks)})
         return Step(self._num_steps, loads, saves)
 
-    def _load(self, table: _Table, move: Move, loads: Blocks) -> None:
+    def _load(
+        self, table: _Table, move: Move, block_ids: Sequence[Sequence[int]], loads: Blocks
+    ) -> None:
         """vLLM has a block wherever one is read."""
         count = self.windows.count
-        for row, (group, ids) in product(move.loads, enumerate(move.block_ids)):
+        for row, (group, ids) in product(move.loads, enumerate(block_ids)):
             if not self.windows.any or ids[row] != NULL_BLOCK:
                 block = table.blocks[row * count + group]
                 if block == NO_BLOCK:
                     raise RuntimeError(f"vLLM reads row {row} of {move.key}, which is not there")
                 loads.add(ids[row], block)
 
-    def _save(self, table: _Table, move: Move, saves: Blocks) -> _Part | None:
-        """What the step fills. None: nothing."""
-        first, end = table.num_saved, self._filled(table, move)
+    def _save(
+        self, table: _Table, end: int, block_ids: Sequence[Sequence[int]], saves: Blocks
+    ) -> _Part | None:
+        """What the step fills, up to row `end`. None: nothing."""
+        first = table.num_saved
         entries, count = list[int](), self.windows.count
         for row in range(first, end):
             own = [
                 (entry, ids[row])
-                for entry, ids in enumerate(move.block_ids, start=row * count)
+                for entry, ids in enumerate(block_ids, start=row * count)
                 if table.blocks[entry] != NO_BLOCK
             ]
             if self.windows.any and any(block_id == NULL_BLOCK for _, block_id in own):

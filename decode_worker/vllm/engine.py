@@ -51,6 +51,7 @@ from kvrelay.decode_worker.vllm.ranks import (
     process_of,
     use_pool,
 )
+from kvrelay.decode_worker.vllm.stages import receive_stages
 from kvrelay.decode_worker.vllm.weights import VllmWeights
 from kvrelay.engine.host import Deliver, first_line
 from kvrelay.engine.needs import NeedError
@@ -84,9 +85,12 @@ class _Reports:
     num_waiting: int = 0
     used: float = 0.0
     num_preempted: int = 0
+    with_events: bool = True  # not where KV is copied: routers know what is in the copy
 
     def publish(self, batch: Any) -> None:
         """A batch of KV events; those of further groups of layers say nothing that these do not."""
+        if not self.with_events:
+            return
         for event in batch.events:
             if getattr(event, "group_idx", None):
                 continue
@@ -161,6 +165,11 @@ class VllmEngine:
             log.warning(
                 "vLLM %s samples as no version that is known: seeds may end it", self.version
             )
+        if _is_cpu() and not all(self._in_ranks(receive_stages)):
+            log.warning(
+                "vLLM %s divides layers as no version that is known: stages may end it",
+                self.version,
+            )
         self._pool: NDArray[np.uint8] | SharedPool | None = None  # as ranks get it
         self._at: list[int] = []  # byte of a block at which the part of each rank begins
         if copies:
@@ -211,6 +220,7 @@ class VllmEngine:
     def use(self, pool: NDArray[np.uint8], share: HeadShare) -> None:
         """`pool`: as `make_pool` has made it. KV is copied from now on. `share`: as for
         `checksum_blocks`."""
+        self._reports.with_events = False
         self.copies.use(pool, share, self.num_ranks)
         self._in_ranks(use_pool, self._pool, self._at)
 

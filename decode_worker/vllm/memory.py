@@ -8,7 +8,7 @@ strides are one `Region`: one gather or scatter is all of their layers and all b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -222,19 +222,35 @@ def gather(regions: Sequence[Region], blocks: Sequence[int]) -> list[Any]:
     return [each.view.index_select(1, index) for each in regions]
 
 
-def unpack(regions: Sequence[Region], gathered: Sequence[Any], rows: Any, pool: Any) -> None:
-    """Writes what was gathered to `rows` of `pool`, `[num_blocks, bytes_per_block]` bytes."""
-    for region, found in zip(regions, gathered, strict=True):
-        targets = region.of(pool)
-        for row, block in zip(rows, found.unbind(1), strict=True):
-            targets[row].copy_(block.view(targets.shape[1:]))
+def unpack(
+    regions: Sequence[Region],
+    found: Sequence[Any],
+    blocks: Iterable[int],
+    rows: Iterable[int],
+    pool: Any,
+) -> None:
+    """Writes blocks to `rows` of `pool`, `[num_blocks, bytes_per_block]` bytes. `found`: for each
+    region `[num_layers, blocks, words]`, gathered or vLLM's own. All in host memory."""
+    for ours, theirs in _pairs(regions, found, blocks, rows, pool):
+        ours[...] = theirs
 
 
 def scatter(
     regions: Sequence[Region], blocks: Sequence[int], rows: Sequence[int], pool: Any
-) -> Any:
+) -> list[Any]:
     """Writes `rows` of `pool` to these blocks of vLLM's. Returns what is to be kept until they are
     written, on a GPU."""
+    if not is_in_host_memory(regions):
+        return scatter_at_once(regions, blocks, rows, pool)
+    for ours, theirs in _pairs(regions, [each.view for each in regions], blocks, rows, pool):
+        theirs[...] = ours
+    return []
+
+
+def scatter_at_once(
+    regions: Sequence[Region], blocks: Sequence[int], rows: Sequence[int], pool: Any
+) -> list[Any]:
+    """Does what `scatter` does by one operation for each region, in the current stream."""
     import torch
 
     device, kept, wanted = regions[0].view.device, [], torch.tensor(rows)
@@ -247,6 +263,26 @@ def scatter(
         source = staged.reshape(len(rows), each.view.shape[0], -1).transpose(0, 1)
         each.view.index_copy_(1, index, source)
     return kept
+
+
+def is_in_host_memory(regions: Sequence[Region]) -> bool:
+    return bool(regions[0].view.device.type == "cpu")
+
+
+def _pairs(
+    regions: Sequence[Region],
+    found: Sequence[Any],
+    blocks: Iterable[int],
+    rows: Iterable[int],
+    pool: Any,
+) -> Iterator[tuple[Any, Any]]:
+    """Views of the same bytes in ours and in vLLM's form. NumPy copies between them in one pass on
+    this thread, without the GIL. Torch's gather would take new memory for all of them, whose pages
+    cost more than the copy, and its copies would wake the threads that compute the model."""
+    for region, source in zip(regions, found, strict=True):
+        ours, theirs = region.of(pool).numpy(), source.numpy()
+        for row, block in zip(rows, blocks, strict=True):
+            yield ours[row], theirs[:, block].reshape(ours.shape[1:])
 
 
 def begun() -> Any:

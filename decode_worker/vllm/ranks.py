@@ -2,11 +2,12 @@
 memory and into it.
 
 Which blocks comes with a step (`Step`), by vLLM's own way from its scheduler to its ranks. Before
-the step a rank writes what is to be loaded, all at once; after it, it gathers what was filled, all
-at once, and from there on its copying thread has it: that writes it to the worker's memory, which
-all ranks of a worker map, and says so. With one process that is a call; ranks in processes of their
-own write a line to a pipe. A rank touches its own bytes of a block alone, so ranks do not wait for
-each other.
+the step a rank writes what is to be loaded, all at once; after it, it takes what was filled. Where
+vLLM's memory is the host's, it copies that to the worker's memory, which all ranks of a worker map,
+in one pass, and says so. From a GPU's it gathers all at once, and from there on its copying thread
+has it: that brings it to the host, writes it to the worker's memory, and says so. With one process
+saying so is a call; ranks in processes of their own write a line to a pipe. A rank touches its own
+bytes of a block alone, so ranks do not wait for each other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvrelay.decode_worker.vllm.memory import (
     Region,
     begun,
     gather,
+    is_in_host_memory,
     layer_of,
     regions_of,
     scatter,
@@ -129,7 +131,7 @@ class RankCopies:
     nothing that it loads is read and all that it saves is written."""
 
     rank: int
-    say: Callable[[int, int, str], None]  # from the copying thread: rank, step, why not
+    say: Callable[[int, int, str], None]  # from any thread: rank, step, why not
     _layers: list[Layer] = field(default_factory=list)
     _regions: list[Region] = field(default_factory=list)
     _saved: list[Region] = field(default_factory=list)  # that no other rank saves
@@ -169,13 +171,15 @@ class RankCopies:
         return [each.form for each in self._layers]
 
     def use(self, pool: NDArray[np.uint8] | SharedPool, at: int = 0) -> None:
-        """`at`: byte of a block at which the rank's first layer is. The copying thread runs from
-        now on."""
+        """`at`: byte of a block at which the rank's first layer is. Where vLLM's memory is a GPU's,
+        the copying thread runs from now on."""
         from kvrelay.kvtransfer.movers.pool import as_tensor
 
         pool = pool.open() if isinstance(pool, SharedPool) else pool
         self._pool, self._regions = as_tensor(pool), regions_of(self._layers, at)
         self._saved = [each for each in self._regions if not each.is_copy]
+        if is_in_host_memory(self._regions):
+            return
         threading.Thread(target=self._run, name="copies", daemon=True).start()
 
     def load(self, step: Step) -> None:
@@ -185,8 +189,14 @@ class RankCopies:
             self._loading = (kept, begun()) if kept else None
 
     def save(self, step: Step) -> None:
-        """Gather the blocks that a step has filled, after it."""
+        """Take the blocks that a step has filled, after it: vLLM may write there in the next."""
         if not step.number:
+            return
+        if is_in_host_memory(self._regions):
+            if self._saved and step.saves.ids:
+                theirs = [each.view for each in self._saved]
+                unpack(self._saved, theirs, *step.saves, self._pool)
+            self.say(self.rank, step.number, "")
             return
         loading, self._loading = self._loading, None
         found: list[Any] = []
@@ -194,7 +204,7 @@ class RankCopies:
         if size:
             self._wait_for_room(size)
             found = gather(self._saved, step.saves.ids)
-        event = begun() if found and found[0].device.type != "cpu" else None
+        event = begun() if found else None
         self._jobs.put(partial(self._finish, step, loading, found, event, size))
 
     def _wait_for_room(self, size: int) -> None:
@@ -227,7 +237,8 @@ class RankCopies:
         if event is not None:
             found = to_host(found, event)
         if found:
-            unpack(self._saved, found, step.saves.rows, self._pool)
+            rows = step.saves.rows
+            unpack(self._saved, found, range(len(rows)), rows, self._pool)
         if loading is not None:
             loading[1].synchronize()
         with self._written:

@@ -236,6 +236,7 @@ class LLMEngine:
         workers, kv = [], []
         for rank in range(num_ranks):
             sizes = {"tensor_parallel_size": num_ranks, "world_size": num_ranks, "rank": rank}
+            sizes["pipeline_parallel_size"] = 1
             of_rank = SimpleNamespace(**vars(config), parallel_config=SimpleNamespace(**sizes))
             runner = dict.fromkeys(("sample_tokens", "discard_request_mask", "input_batch"))
             workers.append(SimpleNamespace(vllm_config=of_rank, rank=rank))

@@ -277,9 +277,11 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     rank.use(pool)
     tokens = tuple(range(96))
     assert not copies.begin(Begin("a", tokens, "", {}, (5, 0, 3)), lambda: None)
-    rank.save(copies.plan([Move("a", [[7, 2, 9]], range(0), 96)]))
+    rank.save(copies.plan([Move("a", lambda: [[7, 2, 9]], range(0), 96)]))
     copied = said.get(timeout=60)
     assert isinstance(copied, Copied)
+    move = Move("a", lambda: pytest.fail("it lists blocks of which none is copied"), range(0), 96)
+    assert not copies.plan([move]).number
     copies.end("a")
     for each in layers:
         each.zero_()
@@ -287,7 +289,7 @@ def test_blocks_of_layers_of_any_shape_come_back_as_they_were(which: list[int]) 
     assert copies.begin(begin, lambda: said.put("compared"))
     assert said.get(timeout=60) == "compared"
     assert copies.check("b", 0, 3) == range(3)
-    step = copies.plan([Move("b", [[1, 4, 8]], range(3), 96)])
+    step = copies.plan([Move("b", lambda: [[1, 4, 8]], range(3), 96)])
     rank.load(step)
     rank.save(step)
     copies.end("b")  # not before it has been loaded

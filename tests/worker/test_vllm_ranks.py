@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from msgspec import structs
 
 from kvrelay.cluster.config_checks import not_of_vllm
 from kvrelay.cluster.roles import ROLES
+from kvrelay.decode_worker.vllm import memory, ranks
 from kvrelay.decode_worker.vllm.build import build
 from kvrelay.decode_worker.vllm.copies import Copies, Move
 from kvrelay.decode_worker.vllm.memory import Heads
@@ -31,6 +33,7 @@ from kvrelay.decode_worker.vllm.ranks import (
     join_forms,
     make_shared_pool,
 )
+from kvrelay.decode_worker.vllm.stages import receive_stages
 from kvrelay.engine.config import ModelSection
 from kvrelay.engine.kv.window import Windows
 from kvrelay.kvtransfer.layout import BlockLayout
@@ -148,7 +151,7 @@ def copied_and_back(
     copies.report = said.put
     tokens = tuple(range(2 * SIZE))
     copies.begin(Begin("a", tokens, "", {}, (3, 1)), lambda: None)
-    step = copies.plan([Move("a", [[7, 2]], range(0), len(tokens))])
+    step = copies.plan([Move("a", lambda: [[7, 2]], range(0), len(tokens))])
     for rank in ranks:
         rank.copies.save(step)
     copied = said.get(timeout=60)
@@ -159,7 +162,7 @@ def copied_and_back(
     begin = Begin("b", tokens, "", {}, (3, 1), copied.checksums)
     copies.begin(begin, lambda: said.put("compared"))
     assert said.get(timeout=60) == "compared"
-    step = copies.plan([Move("b", [[4, 5]], range(2), len(tokens))])
+    step = copies.plan([Move("b", lambda: [[4, 5]], range(2), len(tokens))])
     for rank in ranks:
         rank.copies.load(step)
         rank.copies.save(step)
@@ -172,6 +175,25 @@ def copied_and_back(
     copies.close()
     assert copies.pool is not None
     return copies.layers, copied.checksums, copies.pool[[3, 1]].copy()
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is gathered and scattered at once, and written by the copying thread."""
+    for module in (memory, ranks):
+        monkeypatch.setattr(module, "is_in_host_memory", lambda regions: False)
+    monkeypatch.setattr(ranks, "begun", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(ranks, "to_host", lambda found, event: found)
+
+
+@pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
+def test_copies_of_a_gpu_and_of_host_memory_are_the_same(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    here = copied_and_back(4, 2, 2, layout)
+    as_on_a_gpu(monkeypatch)
+    there = copied_and_back(4, 2, 2, layout)
+    assert here[:2] == there[:2]
+    assert np.array_equal(here[2], there[2])
 
 
 @pytest.mark.parametrize("layout", ["BHNC", "BNHC"])
@@ -202,12 +224,15 @@ def test_heads_that_are_divided_in_another_way_are_not_copied() -> None:
     assert join_forms([some.forms, []], 2) == ([], [])
 
 
-def test_a_rank_that_makes_no_copies_any_more_ends_the_worker() -> None:
+def test_a_rank_that_makes_no_copies_any_more_ends_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    as_on_a_gpu(monkeypatch)
     copies, ranks, _ = made(2, 2, 1, "BHNC")
     said: queue.SimpleQueue[Any] = queue.SimpleQueue()
     copies.report = said.put
     copies.begin(Begin("a", tuple(range(SIZE)), "", {}, (4,)), lambda: None)  # there is no row 4
-    step = copies.plan([Move("a", [[7]], range(0), SIZE)])
+    step = copies.plan([Move("a", lambda: [[7]], range(0), SIZE)])
     ranks[1].copies.save(step)
     lost = said.get(timeout=60)
     assert isinstance(lost, EngineLost)
@@ -216,6 +241,36 @@ def test_a_rank_that_makes_no_copies_any_more_ends_the_worker() -> None:
         copies.end("a")
     with pytest.raises(RuntimeError, match="KV is not copied any more"):
         ranks[1].copies._wait_for_room(1)
+
+
+def test_a_later_stage_has_memory_to_receive_into() -> None:
+    """vLLM 0.32 asserts that it has, in the first step that it computes on a CPU."""
+
+    def worker(num_stages: int, **more: Any) -> Any:
+        parallel = SimpleNamespace(pipeline_parallel_size=num_stages)
+        config = SimpleNamespace(parallel_config=parallel)
+        return SimpleNamespace(vllm_config=config, model_runner=SimpleNamespace(**more))
+
+    def make(batch_size: int, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+        return {"hidden_states": torch.empty(batch_size, 3, dtype=dtype, device=device)}
+
+    about = {
+        "intermediate_tensors": None,
+        "model": SimpleNamespace(make_empty_intermediate_tensors=make),
+        "model_config": SimpleNamespace(dtype=torch.bfloat16),
+        "max_num_tokens": 7,
+        "device": "cpu",
+    }
+    later = worker(2, **about)
+    assert receive_stages(later)
+    made = later.model_runner.intermediate_tensors
+    assert (made["hidden_states"].shape, made["hidden_states"].dtype) == ((7, 3), torch.bfloat16)
+    assert receive_stages(later)
+    assert later.model_runner.intermediate_tensors is made
+    whole = worker(1, **about)
+    assert receive_stages(whole)
+    assert whole.model_runner.intermediate_tensors is None
+    assert not receive_stages(worker(2))
 
 
 def test_ranks_of_other_processes_write_to_one_memory_and_say_so() -> None:

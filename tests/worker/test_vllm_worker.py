@@ -156,6 +156,9 @@ def test_what_vllm_holds_is_known_to_the_router_and_reused(cluster: LocalCluster
     decisions = [cluster.decided(f"local-{number}", "")[0] for number in (1, 3, 5)]
     best = [max(c.held.device for c in each.options.decodes) for each in decisions]
     assert best == [len(prompt) // 32 * 32] * 3
+    for worker in cluster.workers.values():
+        assert isinstance(worker.node, VllmWorker)
+        assert len(worker.node._held) == 0, "it names blocks of which it keeps copies itself"
     assert_clean(cluster)
 
 
