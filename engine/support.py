@@ -228,7 +228,6 @@ _OF_DRAFTERS = (
     _no("ranks", _OF_MODEL, Trait.RANKS),
     _no("device", _OF_MODEL, Trait.GPU),
     _no("layers", _OF_MODEL, Trait.LAYERWISE),
-    _no("states", "models with recurrent layers have no drafter yet", Trait.STATES),
     _no("layers", _ALL_WINDOWS, Trait.ONLY_WINDOWS),
     _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
 )

@@ -494,10 +494,10 @@ class ModelRunner:
 
     def _by_layers(self) -> torch.Tensor:
         """A view of the pool with the layers before the KV heads."""
-        if self.kv_spec.draft_bytes:
-            return pool_view(self.kv_pool, self.kv_spec)
-        order = (0, 2, 3, 1, *range(4, self.kv_pool.dim()))
-        return self.kv_pool.permute(order) if self.kv_spec.num_state_groups else self.kv_pool
+        spec, pool = self.kv_spec, self.kv_pool
+        pool = pool_view(pool, spec) if spec.draft_bytes else pool
+        order = (0, 2, 3, 1, *range(4, pool.dim()))
+        return pool.permute(order) if spec.num_state_groups else pool
 
     def _use_states(self) -> None:
         """Recurrent layers find what this rank has of the states in the blocks of the pool that is
@@ -507,6 +507,7 @@ class ModelRunner:
         shard = Shard(0, 1) if self._member is None else self._member.group.shard
         layout = shard.state_layout(self.config)
         blocks = self.kv_pool.view(torch.uint8).view(len(self.kv_pool), -1)
+        blocks = blocks[:, : self.kv_spec.layer_bytes]
         units = shard.stored_units(self.config)
         first = shard.rank * layout.num_units - units.start
         places = self.config.state_places(self._whole_spec)

@@ -40,7 +40,7 @@ class StateSpans:
 
 
 class StatePool:
-    """Views of the states in memory that someone else owns: all bytes of a slot are contiguous."""
+    """Views of the states in memory that someone else owns: those of a slot are contiguous."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class StatePool:
         places: Mapping[int, tuple[int, int]],
         units: tuple[int, int] | None = None,
     ) -> None:
-        """memory: uint8 [num_slots, bytes], contiguous; layout: of a layer's state in the units
-        that are computed here; places: `ModelConfig.state_places`; units: how many units a slot
-        has, and which is the first of these; None: it has no others."""
+        """memory: uint8 [num_slots, bytes], which may be parts of wider rows; layout: of a layer's
+        state in the units that are computed here; places: `ModelConfig.state_places`; units: how
+        many units a slot has, and which is the first of these; None: it has no others."""
         assert memory.dtype == torch.uint8
-        assert memory.is_contiguous()
+        assert memory.stride(1) == 1
         stored, first = units or (layout.num_units, 0)
         self.memory, self.layout = memory, layout
         slots = memory.view(torch.float32)
-        self.stride = slots.shape[1]  # float32 from a slot to the next
-        self.unit_stride = self.stride // stored  # from a unit to the next
-        self._units = slots.view(len(slots), stored, -1)[:, first : first + layout.num_units]
+        self.stride = slots.stride(0)  # float32 from a slot to the next
+        self.unit_stride = slots.shape[1] // stored  # from a unit to the next
+        self._units = slots.unflatten(1, (stored, -1))[:, first : first + layout.num_units]
         self.places = places
         most = max(at for _, at in places.values()) + layout.unit_size
         assert most <= self.unit_stride, f"{most} of {self.unit_stride} float32 in a unit"

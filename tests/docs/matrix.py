@@ -117,7 +117,11 @@ TESTED: dict[Capability, dict[str, str]] = {
         **dict.fromkeys(("windows", "MLA", "sparse", "uneven KV"), _GROUPED),
     },
     C.MODEL_DRAFTS: {"one process": _DRAFTERS, "FP8 KV": _PREFIX},
-    C.MTP_DRAFTS: dict.fromkeys(("one process", "MLA", "FP8 KV"), _MTP),
+    C.MTP_DRAFTS: {
+        **dict.fromkeys(("one process", "MLA", "FP8 KV"), _MTP),
+        "states": "local/test_local_drafters.py"
+        "::test_the_layer_of_a_hybrid_that_drafts_changes_no_token",
+    },
     C.GRAMMARS: {
         "one process": "engine/model/test_grammar.py"
         "::test_an_output_matches_its_schema_however_it_is_computed",

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
-from kvrelay.engine.model.checkpoint.names import table_and_head
+from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer, offset_norm
+from kvrelay.engine.model.checkpoint.names import mtp_names, table_and_head
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MTP, PREFIXES, DraftConfig
 from kvrelay.engine.model.errors import ModelError
@@ -71,21 +71,22 @@ def _medusa(
 def _mtp(config: DraftConfig, model: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> DraftWeights:
     """Reads the layer that the model's checkpoint has for it."""
     assert config.layers is not None
-    root, _, _ = table_and_head(checkpoint, model)
-    prefix, width = f"{root}layers.{model.num_layers}.", model.hidden_size
+    names, width = mtp_names(checkpoint, model), model.hidden_size
 
     def norm(name: str) -> torch.Tensor:
-        return ops.vector(checkpoint.get(f"{prefix}{name}.weight", width))
+        return offset_norm(checkpoint.get(f"{name}.weight", width), model, ops)
 
-    fc = checkpoint.get(f"{prefix}eh_proj.weight", width, 2 * width)
+    fc = checkpoint.get(f"{names.fc}.weight", width, 2 * width)
+    if names.state_first:
+        fc = fc.roll(width, dims=1)
     return DraftWeights(
         heads=(None,),
         norms_states=True,
         fc=ops.matrix(fc, None, "draft_fc"),
-        embed_norm=norm("enorm"),
-        state_norm=norm("hnorm"),
-        norm=norm("shared_head.norm"),
-        layer=Layer(checkpoint, config.layers, ops, prefix, 0, {}).load(),
+        embed_norm=norm(names.embed_norm),
+        state_norm=norm(names.state_norm),
+        norm=norm(names.norm),
+        layer=Layer(checkpoint, config.layers, ops, names.layer, 0, {}).load(),
     )
 
 
