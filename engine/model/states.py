@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.engine.model.state_layout import StateLayout
 
-NO_STATE = -1  # in place of a slot to load: a sequence begins, with zeros
+NO_STATE = -1  # in place of a slot; to load: a sequence begins, with zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class StateSpans:
 
     rows: tuple[tuple[int, int], ...]  # (first, count); the count is at least 1
     load: tuple[int, ...]  # slots, or NO_STATE
-    store: tuple[int, ...]  # slots
+    store: tuple[int, ...]  # slots, or NO_STATE: what comes out is given up
 
     def chains(self) -> list[range]:
         """Segments of one sequence each, which have to be passed one after the other."""
@@ -97,6 +97,9 @@ class StatePool:
         return self.conv(layer)[slot].transpose(0, 1).flatten(1)[:, order]
 
     def store_conv(self, layer: int, slot: int, rows: torch.Tensor) -> None:
+        """NO_STATE: nothing is stored."""
+        if slot == NO_STATE:
+            return
         stored = rows[:, self._channels.to(rows.device)]
         self.conv(layer)[slot] = stored.unflatten(1, (self.layout.num_units, -1)).transpose(0, 1)
 
@@ -107,4 +110,5 @@ class StatePool:
         return found.flatten(0, 1)
 
     def store_memory(self, layer: int, slot: int, heads: torch.Tensor) -> None:
-        self.memory_of(layer)[slot] = heads.unflatten(0, (self.layout.num_units, -1))
+        if slot != NO_STATE:
+            self.memory_of(layer)[slot] = heads.unflatten(0, (self.layout.num_units, -1))

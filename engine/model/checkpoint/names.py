@@ -5,7 +5,6 @@ have others are recognised by them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.engine.model.config import ModelConfig
@@ -108,23 +107,6 @@ ROOTS = ("model.", "model.language_model.", "language_model.model.")
 """What names start with; the last two in checkpoints of which the language model is a part."""
 
 
-@dataclass(frozen=True, slots=True)
-class MtpNames:
-    """What a checkpoint calls the parts of the layer that drafts; modules, without `.weight`."""
-
-    layer: str  # what names within the layer begin with
-    fc: str
-    embed_norm: str
-    state_norm: str
-    norm: str  # before the head
-    state_first: bool = False  # `fc` reads the hidden state before the token's embedding
-
-
-_QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
-MTP_NAMES = {"Qwen3": MtpNames("mtp.layers.0.", *_QWEN)}
-"""By what the architecture begins with. Others have it as a layer behind their last one."""
-
-
 class Tensors(Protocol):
     """What a checkpoint gives by names."""
 
@@ -133,26 +115,12 @@ class Tensors(Protocol):
     def get(self, name: str, *shape: int) -> torch.Tensor: ...
 
 
-def mtp_names(checkpoint: Tensors, config: ModelConfig) -> MtpNames:
-    """Those of the first layer that drafts."""
-    named = config.architecture
-    own = next((each for start, each in MTP_NAMES.items() if named.startswith(start)), None)
-    behind = f"{_root(checkpoint)}layers.{config.num_layers}."
-    fc, norm = f"{behind}eh_proj", f"{behind}shared_head.norm"
-    return own or MtpNames(behind, fc, f"{behind}enorm", f"{behind}hnorm", norm)
-
-
-def _root(checkpoint: Tensors) -> str:
-    has = (root for root in ROOTS if checkpoint.has(root + "embed_tokens.weight"))
-    return next(has, ROOTS[0])
-
-
 def table_and_head(
     checkpoint: Tensors, config: ModelConfig
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
     """Returns how names begin, the embeddings, and what makes logits."""
     name, sizes = "embed_tokens.weight", (config.vocab_size, config.hidden_size)
-    root = _root(checkpoint)
+    root = next((root for root in ROOTS if checkpoint.has(root + name)), ROOTS[0])
     head = table = checkpoint.get(root + name, *sizes)
     names = ("lm_head.weight", "language_model.lm_head.weight")
     stored = next(filter(checkpoint.has, names), None)
