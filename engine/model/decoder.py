@@ -43,7 +43,7 @@ class Decoder:
         # Their outputs for all rows of the last batch, each [N, hidden_size].
         self.captured: list[torch.Tensor] = []
         self.num_passed = 0  # layers, one by one
-        self._kept: list[Kept] | None = None  # of the last batch; None: nothing is
+        self._kept: list[Kept] | None = None  # what the last batch gave; None: it is not kept
 
     def capture(self, layers: tuple[int, ...]) -> None:
         """From now on keep what these give for every row of a batch, in `captured`."""

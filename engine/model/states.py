@@ -97,7 +97,7 @@ class StatePool:
         return self.conv(layer)[slot].transpose(0, 1).flatten(1)[:, order]
 
     def store_conv(self, layer: int, slot: int, rows: torch.Tensor) -> None:
-        """NO_STATE: nothing is stored."""
+        """Stores nothing where `slot` is NO_STATE."""
         if slot == NO_STATE:
             return
         stored = rows[:, self._channels.to(rows.device)]
