@@ -228,7 +228,6 @@ _OF_DRAFTERS = (
     _no("ranks", _OF_MODEL, Trait.RANKS),
     _no("device", _OF_MODEL, Trait.GPU),
     _no("layers", _OF_MODEL, Trait.LAYERWISE),
-    _no("states", "models with recurrent layers have no drafter yet", Trait.STATES),
     _no("layers", _ALL_WINDOWS, Trait.ONLY_WINDOWS),
     _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
 )
@@ -242,9 +241,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
     ),
     Capability.NGRAM_DRAFTS: (
         _without("engine", "vLLM's steps have no draft tokens of ours", Trait.VLLM),
-        _without("ranks", f"{_NOT_VERIFIED} by ranks on CPUs", Trait.CPU, Trait.RANKS),
         _without("states", f"{_NOT_VERIFIED} by states on several GPUs", *_STATES_OF_RANKS),
-        _without("layers", f"{_NOT_VERIFIED} layer by layer", Trait.CPU, Trait.LAYERWISE),
         _without("torch", f"{_NOT_VERIFIED} by torch, without kernels", Trait.TORCH),
     ),
     **dict.fromkeys(DRAFTERS, _OF_DRAFTERS),

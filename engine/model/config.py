@@ -424,7 +424,7 @@ class ModelConfig:
         if layout is None:
             return {}
         size = layout.unit_size
-        in_block = spec.bytes_per_block // layout.num_units // (4 * size)
+        in_block = spec.layer_bytes // layout.num_units // (4 * size)
         return {
             layer: (index // in_block, index % in_block * size)
             for index, layer in enumerate(self.recurrent_layers)

@@ -23,6 +23,9 @@ from kvrelay.engine.model.weights import (
     Weights,
 )
 
+Kept = tuple[torch.Tensor, tuple[torch.Tensor, ...], RecurrentWeights, int]
+"""What `Decoder._mix` was given."""
+
 
 class Decoder:
     """Stateless but for the KV pool that `ops` writes. Owned by one runner."""
@@ -40,6 +43,7 @@ class Decoder:
         # Their outputs for all rows of the last batch, each [N, hidden_size].
         self.captured: list[torch.Tensor] = []
         self.num_passed = 0  # layers, one by one
+        self._kept: list[Kept] | None = None  # what the last batch gave; None: it is not kept
 
     def capture(self, layers: tuple[int, ...]) -> None:
         """From now on keep what these give for every row of a batch, in `captured`."""
@@ -50,10 +54,11 @@ class Decoder:
         """Logits of `batch.sample_rows`, float32 [R, vocab_size], valid until the next call."""
         return self.logits(self.hidden_states(batch))
 
-    def hidden_states(self, batch: Batch) -> torch.Tensor:
+    def hidden_states(self, batch: Batch, *, keeps: bool = False) -> torch.Tensor:
         """Returns those of `batch.sample_rows` after the last norm, [R, hidden_size], valid until
-        the next call."""
+        the next call. keeps: what recurrent layers are given, for `replay`."""
         ops, weights = self._ops, self._weights
+        self._kept = [] if keeps else None
         hidden = ops.embed(weights.table, batch.tokens)  # [N, hidden_size]
         if self._config.embed_scale != 1.0:
             # Rounded as the residual stream is: models in bfloat16 were trained with that.
@@ -79,6 +84,15 @@ class Decoder:
         if sampled is None:
             sampled = self._run_layers(hidden, batch)
         return ops.rms_norm(sampled, weights.norm)
+
+    def replay(self, batch: Batch, rows: torch.Tensor) -> None:
+        """Recurrent layers pass `rows` of the last batch again, which are all rows of `batch`, and
+        store the states that it says."""
+        kept, self._kept = self._kept, None
+        assert kept is not None
+        self._ops.begin(batch)
+        for x, numbers, layer, index in kept:
+            self._mix(x[rows], tuple(each[rows] for each in numbers), layer, index)
 
     def _pass_all(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """All rows to the end, with what is to be captured on the way."""
@@ -243,7 +257,7 @@ class Decoder:
         rows = self._linear(x, layer.project)
         if shape.kind == SHORT_CONVOLUTION:
             before, after, x = rows.chunk(3, dim=1)
-            return ops.convolve(before * x, layer, index, silu=False).mul_(after)
+            return self._mix(before * x, (), layer, index).mul_(after)
         channels, numbers = shape.conv_channels, rows.shape[1] - shape.num_heads
         qkv, decay = rows[:, :channels], rows[:, numbers:]
         if layer.decay_up is None:
@@ -253,9 +267,23 @@ class Decoder:
             beta, (low_decay, low_gate) = decay, rows[:, channels:numbers].chunk(2, dim=1)
             decay = self._linear(low_decay, layer.decay_up)
             gate = self._linear(low_gate, layer.gate_up)
-        qkv = ops.convolve(qkv, layer, index, silu=True)
-        said = ops.delta_rule(DeltaRows(qkv, decay, beta), layer, index)
+        said = self._mix(qkv, (decay, beta), layer, index)
         return ops.gated_norm(said, gate, layer.norm)
+
+    def _mix(
+        self,
+        x: torch.Tensor,
+        numbers: tuple[torch.Tensor, ...],
+        layer: RecurrentWeights,
+        index: int,
+    ) -> torch.Tensor:
+        """What states are passed by: the convolution of x and, with a decay and a beta of each row,
+        the recurrence behind it."""
+        ops = self._ops
+        if self._kept is not None:
+            self._kept.append((x.clone(), tuple(each.clone() for each in numbers), layer, index))
+        qkv = ops.convolve(x, layer, index, silu=bool(numbers))
+        return ops.delta_rule(DeltaRows(qkv, *numbers), layer, index) if numbers else qkv
 
     def _feed_forward(self, hidden: torch.Tensor, layer: LayerWeights) -> None:
         if layer.experts is not None and layer.experts.norms is not None:

@@ -55,6 +55,7 @@ from kvrelay.engine.model.sampling.sampler import (
 from kvrelay.engine.model.states import StatePool
 from kvrelay.engine.model.terms import RowTerms, by_need
 from kvrelay.engine.model.torch_ops import TorchOps
+from kvrelay.engine.model.verify import has_drafts, verify
 from kvrelay.engine.model.vision.pictures import why_no_pillow
 from kvrelay.engine.model.vision.steps import Prepared, StepImages, has_images
 from kvrelay.engine.model.weights import Weights
@@ -67,6 +68,7 @@ from kvrelay.engine.support import (
     engine_traits,
     kv_traits,
     model_traits,
+    no_to,
     refusal_of,
 )
 
@@ -435,6 +437,8 @@ class ModelRunner:
                     outputs = self._decode.outputs(step.seqs, drawn)
                     self._keep_drafter(step, tables, drawn, outputs if len(outputs) else None)
                 return [*drawn], {}
+        if images is None and has_drafts(step.seqs) and self._verifies:
+            return [*self._verify(step, tables, masks_of, loaded)], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
         if images is not None:
             batch = images.batch(batch, step.seqs)
@@ -453,6 +457,27 @@ class ModelRunner:
         logits = self._decoder.logits(hidden)
         tokens = iter(draw(logits, [seq for seq in step.seqs if seq.sample]))
         return [next(tokens) if seq.sample else None for seq in step.seqs], {}
+
+    @property
+    def _verifies(self) -> bool:
+        """Whether passes that run layer by layer have the bits of any other, and so its tokens."""
+        return no_to(Capability.NGRAM_DRAFTS, self.traits) is None
+
+    def _verify(
+        self,
+        step: Step,
+        tables: list[Table],
+        masks_of: Masks | None,
+        loaded: Mapping[bytes, RowTerms],
+    ) -> list[Sampled]:
+        def of_rows(
+            logits: torch.Tensor, rows: list[ScheduledSeq], seqs: list[ScheduledSeq]
+        ) -> list[Sampled]:
+            masks = masks_of(seqs) if masks_of else None
+            return sample(logits, rows, self.config.max_window, self._draw, masks)
+
+        group = None if self._member is None else self._member.group
+        return verify(step, tables, self._decoder, self._limits, loaded, of_rows, group)
 
     def _grammars(
         self, model_dir: Path, threads: int, identity: WeightsIdentity | None
@@ -494,10 +519,10 @@ class ModelRunner:
 
     def _by_layers(self) -> torch.Tensor:
         """A view of the pool with the layers before the KV heads."""
-        if self.kv_spec.draft_bytes:
-            return pool_view(self.kv_pool, self.kv_spec)
-        order = (0, 2, 3, 1, *range(4, self.kv_pool.dim()))
-        return self.kv_pool.permute(order) if self.kv_spec.num_state_groups else self.kv_pool
+        spec, pool = self.kv_spec, self.kv_pool
+        pool = pool_view(pool, spec) if spec.draft_bytes else pool
+        order = (0, 2, 3, 1, *range(4, pool.dim()))
+        return pool.permute(order) if spec.num_state_groups else pool
 
     def _use_states(self) -> None:
         """Recurrent layers find what this rank has of the states in the blocks of the pool that is
@@ -507,6 +532,7 @@ class ModelRunner:
         shard = Shard(0, 1) if self._member is None else self._member.group.shard
         layout = shard.state_layout(self.config)
         blocks = self.kv_pool.view(torch.uint8).view(len(self.kv_pool), -1)
+        blocks = blocks[:, : self.kv_spec.layer_bytes]
         units = shard.stored_units(self.config)
         first = shard.rank * layout.num_units - units.start
         places = self.config.state_places(self._whole_spec)

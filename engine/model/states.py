@@ -13,7 +13,7 @@ import torch
 
 from kvrelay.engine.model.state_layout import StateLayout
 
-NO_STATE = -1  # in place of a slot to load: a sequence begins, with zeros
+NO_STATE = -1  # in place of a slot; to load: a sequence begins, with zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class StateSpans:
 
     rows: tuple[tuple[int, int], ...]  # (first, count); the count is at least 1
     load: tuple[int, ...]  # slots, or NO_STATE
-    store: tuple[int, ...]  # slots
+    store: tuple[int, ...]  # slots, or NO_STATE: what comes out is given up
 
     def chains(self) -> list[range]:
         """Segments of one sequence each, which have to be passed one after the other."""
@@ -40,7 +40,7 @@ class StateSpans:
 
 
 class StatePool:
-    """Views of the states in memory that someone else owns: all bytes of a slot are contiguous."""
+    """Views of the states in memory that someone else owns: those of a slot are contiguous."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class StatePool:
         places: Mapping[int, tuple[int, int]],
         units: tuple[int, int] | None = None,
     ) -> None:
-        """memory: uint8 [num_slots, bytes], contiguous; layout: of a layer's state in the units
-        that are computed here; places: `ModelConfig.state_places`; units: how many units a slot
-        has, and which is the first of these; None: it has no others."""
+        """memory: uint8 [num_slots, bytes], which may be parts of wider rows; layout: of a layer's
+        state in the units that are computed here; places: `ModelConfig.state_places`; units: how
+        many units a slot has, and which is the first of these; None: it has no others."""
         assert memory.dtype == torch.uint8
-        assert memory.is_contiguous()
+        assert memory.stride(1) == 1
         stored, first = units or (layout.num_units, 0)
         self.memory, self.layout = memory, layout
         slots = memory.view(torch.float32)
-        self.stride = slots.shape[1]  # float32 from a slot to the next
-        self.unit_stride = self.stride // stored  # from a unit to the next
-        self._units = slots.view(len(slots), stored, -1)[:, first : first + layout.num_units]
+        self.stride = slots.stride(0)  # float32 from a slot to the next
+        self.unit_stride = slots.shape[1] // stored  # from a unit to the next
+        self._units = slots.unflatten(1, (stored, -1))[:, first : first + layout.num_units]
         self.places = places
         most = max(at for _, at in places.values()) + layout.unit_size
         assert most <= self.unit_stride, f"{most} of {self.unit_stride} float32 in a unit"
@@ -97,6 +97,9 @@ class StatePool:
         return self.conv(layer)[slot].transpose(0, 1).flatten(1)[:, order]
 
     def store_conv(self, layer: int, slot: int, rows: torch.Tensor) -> None:
+        """Stores nothing where `slot` is NO_STATE."""
+        if slot == NO_STATE:
+            return
         stored = rows[:, self._channels.to(rows.device)]
         self.conv(layer)[slot] = stored.unflatten(1, (self.layout.num_units, -1)).transpose(0, 1)
 
@@ -107,4 +110,5 @@ class StatePool:
         return found.flatten(0, 1)
 
     def store_memory(self, layer: int, slot: int, heads: torch.Tensor) -> None:
-        self.memory_of(layer)[slot] = heads.unflatten(0, (self.layout.num_units, -1))
+        if slot != NO_STATE:
+            self.memory_of(layer)[slot] = heads.unflatten(0, (self.layout.num_units, -1))

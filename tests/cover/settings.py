@@ -80,7 +80,7 @@ COLUMNS: dict[str, tuple[str, str]] = {  # which columns of the matrix rows show
     "models": ("models", "two"),
     "routers": ("routers", "two"),
 }
-HAVE_MTP = ("experts", "latent")  # whose checkpoints here have such a layer
+HAVE_MTP = ("experts", "hybrid", "latent")  # whose checkpoints here have such a layer
 
 
 def traits_of(row: Mapping[str, str]) -> set[Trait]:

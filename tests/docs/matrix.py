@@ -104,7 +104,8 @@ TESTED: dict[Capability, dict[str, str]] = {
         "vLLM": "worker/test_vllm_adapters.py::test_an_adapter_is_in_tokens_and_in_names_of_kv",
     },
     C.NGRAM_DRAFTS: {
-        **dict.fromkeys(("one process", "states", "sparse"), _DRAFTS),
+        **dict.fromkeys(("one process", "ranks", "states", "sparse"), _DRAFTS),
+        "layerwise": "engine/model/test_parallel.py::test_they_are_by_layers_that_run_one_by_one",
         "GPU": "engine/model/gpu/test_triton_steps.py::test_drafts_give_the_tokens_of_torch",
         "on a GPU": "engine/model/gpu/test_triton_recurrent.py::test_drafts_leave_the_states_that"
         "_there_are_without_them_in_any_order_of_rows",
@@ -117,7 +118,11 @@ TESTED: dict[Capability, dict[str, str]] = {
         **dict.fromkeys(("windows", "MLA", "sparse", "uneven KV"), _GROUPED),
     },
     C.MODEL_DRAFTS: {"one process": _DRAFTERS, "FP8 KV": _PREFIX},
-    C.MTP_DRAFTS: dict.fromkeys(("one process", "MLA", "FP8 KV"), _MTP),
+    C.MTP_DRAFTS: {
+        **dict.fromkeys(("one process", "MLA", "FP8 KV"), _MTP),
+        "states": "local/test_local_drafters.py"
+        "::test_the_layer_of_a_hybrid_that_drafts_changes_no_token",
+    },
     C.GRAMMARS: {
         "one process": "engine/model/test_grammar.py"
         "::test_an_output_matches_its_schema_however_it_is_computed",

@@ -45,7 +45,6 @@ from kvrelay.engine.support import (
     How,
     No,
     Trait,
-    drafts_of,
     engine_traits,
     model_traits,
     notices_of,
@@ -62,7 +61,7 @@ from kvrelay.worker.spec import BuildOptions, WorkerSpec
 from tests.docs.matrix import PAGE, PLACES, README, TESTED, cell, with_counts, with_matrix
 from tests.engine.configs import worker_config
 from tests.engine.model.heads import make_head
-from tests.engine.model.runners import model_runner, parallel_runner
+from tests.engine.model.runners import model_runner
 from tests.engine.model.talks import Talk
 from tests.engine.model.test_runner import generate
 from tests.engine.model.tiny import tokens_of
@@ -143,13 +142,11 @@ def of_ngrams(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
         return "\n".join(notices_of([C.NGRAM_DRAFTS], no.where))
     if T.TORCH in no.where:
         monkeypatch.setattr(kernels, "load", unavailable)
-    path = make(FAMILY.get(T.LAYERWISE if T.LAYERWISE in no.where else T.CPU, "llama"))
+    path = make("llama")
     options: dict[str, Any] = {"num_blocks": 8, "dtype": "float32", "threads": 1}
     runner: Any = model_runner(path, **options)
     prompt, blocks = tokens_of(5, seed=1), [*range(runner.kv_spec.num_groups)]
     expected: list[int] = cast(Any, generate)(runner, prompt, blocks, 3, temperature=0.0)
-    if T.RANKS in no.where:
-        runner = parallel_runner(path, 2, **options)
     talk = Talk(prompt, blocks)
     for draft in (expected[:0], expected[1:2]):  # which is right, and not looked at
         share = talk.next(draft=draft)
@@ -157,9 +154,6 @@ def of_ngrams(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
         assert not sampled.more
         talk.take(share, sampled)
     assert talk.output == expected[:2]
-    if T.RANKS in no.where:
-        runner.close()
-        return "\n".join(notices_of(drafts_of(EngineSection()), runner.traits))
     return notices_of_ours(path)
 
 

@@ -29,15 +29,13 @@ from tests.support.local import Completion, LocalCluster
 
 COUNT = 100
 PROMPTS = [tokens_of(length, length) for length in (70, 33, 95, 16, 33)]
-WAYS = ("one pool", "two pools", "preempted", "failing", "moved")
+WAYS = ("one pool", "two pools", "preempted", "failing", "moved", "ranks")
 LONG = pytest.mark.long
-# But for Nemotron-H: see the last test.
-FAMILIES = [
-    pytest.param(each, marks=[] if each == "qwen3.5" else [LONG])
-    for each in HYBRID
-    if each != "nemotron-h"
+FAMILIES = [pytest.param(each, marks=[] if each == "qwen3.5" else [LONG]) for each in HYBRID]
+FAMILIES += [
+    "deepseek32",
+    *(pytest.param(each, marks=LONG) for each in ("glm5-shared", "minimax-m2")),
 ]
-FAMILIES += ["deepseek32", pytest.param("glm5-shared", marks=LONG)]
 Requests = list[tuple[list[int], SamplingParams]]
 
 
@@ -89,6 +87,8 @@ def cluster_of(model: Path, way: str) -> LocalCluster:
         pools = {"router": REMOTE}
     elif way == "moved":
         pools = {"prefill": 0, "decode": 2}
+    elif way == "ranks":
+        pools, settings["tensor_parallel_size"] = {"router": REMOTE}, 2
     return LocalCluster(model, engine=EngineSection(**settings), **pools)
 
 
@@ -141,7 +141,7 @@ def compare(model: Path, way: str, first_seed: int, expected: list[list[int]]) -
             assert any(node.core.scheduler.num_preemptions for node in nodes)
         if way == "moved":
             assert num_taken_over(cluster) > 3
-        if way == "two pools":
+        if way in ("two pools", "ranks"):
             assert cluster.status().totals.handoffs == len(requests)
         cluster.wait_idle()
 
@@ -169,6 +169,8 @@ def test_drafts_change_no_token(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
+    if way == "ranks" and read_config(model).single_blocks:
+        pytest.skip("its layers are not divided")
     if way == "moved":
         request.getfixturevalue("unhurried")
     if way == "failing":
@@ -180,13 +182,3 @@ def test_drafts_change_no_token(
     monkeypatch.setattr("kvrelay.engine.scheduling.drafts.MIN_GAIN", 0.0)
     monkeypatch.setattr("kvrelay.engine.scheduling.drafts.MAX_SLOWDOWN", 100.0)
     compare(model, way, seed, expected)
-
-
-def test_none_are_proposed_where_none_are_looked_at(tmp_path: Path) -> None:
-    """Nemotron-H's layers are called one after the other."""
-    make_checkpoint("nemotron-h", tmp_path)
-    with cluster_of(tmp_path, "one pool") as cluster:
-        ((prompt, sampling),) = requests_of(0)[:1]
-        answer = cluster.submit(prompt, replace(sampling, prediction=tuple(prompt))).result(60.0)
-        assert answer.failed is None
-        assert counted(cluster, "draft_tokens") == 0

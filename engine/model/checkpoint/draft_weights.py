@@ -8,13 +8,30 @@ from typing import Any
 
 import torch
 
-from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer
+from kvrelay.engine.model.checkpoint.load import Checkpoint, Layer, offset_norm
 from kvrelay.engine.model.checkpoint.names import table_and_head
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.draft_config import EAGLE, EAGLE3, MEDUSA, MTP, PREFIXES, DraftConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
 from kvrelay.engine.model.weights import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class MtpNames:
+    """What a checkpoint calls the parts of the layer that drafts; modules, without `.weight`."""
+
+    layer: str  # what names within the layer begin with
+    fc: str
+    embed_norm: str
+    state_norm: str
+    norm: str  # before the head
+    state_first: bool = False  # `fc` reads the hidden state before the token's embedding
+
+
+_QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+MTP_NAMES = {"Qwen3": MtpNames("mtp.layers.0.", *_QWEN)}
+"""By what the architecture begins with. Others have it as a layer behind their last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +88,32 @@ def _medusa(
 def _mtp(config: DraftConfig, model: ModelConfig, checkpoint: Checkpoint, ops: Ops) -> DraftWeights:
     """Reads the layer that the model's checkpoint has for it."""
     assert config.layers is not None
-    root, _, _ = table_and_head(checkpoint, model)
-    prefix, width = f"{root}layers.{model.num_layers}.", model.hidden_size
+    names, width = _mtp_names(checkpoint, model), model.hidden_size
 
     def norm(name: str) -> torch.Tensor:
-        return ops.vector(checkpoint.get(f"{prefix}{name}.weight", width))
+        return offset_norm(checkpoint.get(f"{name}.weight", width), model, ops)
 
-    fc = checkpoint.get(f"{prefix}eh_proj.weight", width, 2 * width)
+    fc = checkpoint.get(f"{names.fc}.weight", width, 2 * width)
+    if names.state_first:
+        fc = fc.roll(width, dims=1)
     return DraftWeights(
         heads=(None,),
         norms_states=True,
         fc=ops.matrix(fc, None, "draft_fc"),
-        embed_norm=norm("enorm"),
-        state_norm=norm("hnorm"),
-        norm=norm("shared_head.norm"),
-        layer=Layer(checkpoint, config.layers, ops, prefix, 0, {}).load(),
+        embed_norm=norm(names.embed_norm),
+        state_norm=norm(names.state_norm),
+        norm=norm(names.norm),
+        layer=Layer(checkpoint, config.layers, ops, names.layer, 0, {}).load(),
     )
+
+
+def _mtp_names(checkpoint: Checkpoint, model: ModelConfig) -> MtpNames:
+    """Those of the first layer that drafts."""
+    named, (root, _, _) = model.architecture, table_and_head(checkpoint, model)
+    own = next((each for start, each in MTP_NAMES.items() if named.startswith(start)), None)
+    behind = f"{root}layers.{model.num_layers}."
+    fc, norm = f"{behind}eh_proj", f"{behind}shared_head.norm"
+    return own or MtpNames(behind, fc, f"{behind}enorm", f"{behind}hnorm", norm)
 
 
 def _eagle(

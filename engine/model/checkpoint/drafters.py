@@ -215,7 +215,7 @@ def _mtp(path: Path, model: ModelConfig) -> DraftConfig:
     if not model.num_mtp_layers:
         raise ModelError(
             f"engine.drafter {path}: the model has no layer that drafts: its config.json states no"
-            " num_nextn_predict_layers"
+            " num_nextn_predict_layers or mtp_num_hidden_layers"
         )
     experts = model.experts and replace(model.experts, first_layer=0, step=1)
     layers = replace(
@@ -226,6 +226,9 @@ def _mtp(path: Path, model: ModelConfig) -> DraftConfig:
         tie_word_embeddings=False,
         windows=(),
         layer_ropes=(),
+        recurrent=None,  # it attends, whatever the model's layers do
+        layer_kinds=(),
+        vision=None,
         experts=experts,
         attention_chunk=ALL_BUT_FIRST,
     )

@@ -336,7 +336,9 @@ def _qwen3_moe(raw: Raw) -> ModelConfig:
 def _qwen3_5(raw: Raw, experts: Experts | None = None) -> ModelConfig:
     refuse(raw, "attention_bias")
     raw = {"head_dim": 256, "partial_rotary_factor": 0.25, **raw}
-    return base(raw, experts=experts, **hybrid.qwen3_next(raw))
+    # Qwen3-Next has the layer, and its config.json says nothing of it.
+    drafts = raw.get("mtp_num_hidden_layers", raw.get("num_nextn_predict_layers", 1)) or 0
+    return base(raw, experts=experts, num_mtp_layers=drafts, **hybrid.qwen3_next(raw))
 
 
 def _qwen3_next(raw: Raw) -> ModelConfig:

@@ -139,7 +139,7 @@ def load_weights(
     return Weights(
         table=ops.table(table),
         layers=tuple(layers),
-        norm=_norm(norm, config, ops),
+        norm=offset_norm(norm, config, ops),
         inputs=gemma4_weights.token_inputs(checkpoint.get, root, config, ops),
         head=ops.matrix(head, None, "logits"),
         tower=_tower(checkpoint, config),
@@ -155,7 +155,7 @@ def _tower(checkpoint: Checkpoint, config: ModelConfig) -> Tower | None:
     return Tower(config.vision, lambda name, *shape: checkpoint.get(root + name, *shape))
 
 
-def _norm(weight: torch.Tensor, config: ModelConfig, ops: Ops) -> torch.Tensor:
+def offset_norm(weight: torch.Tensor, config: ModelConfig, ops: Ops) -> torch.Tensor:
     return ops.vector(weight.float() + config.norm_offset if config.norm_offset else weight)
 
 
@@ -228,7 +228,7 @@ class Layer:
         return tensor * self._scales[module] if module in self._scales else tensor
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
-        return _norm(self._get(name + ".weight", width), self._config, self._ops)
+        return offset_norm(self._get(name + ".weight", width), self._config, self._ops)
 
     def _stacked(self, fused: str, parts: Sequence[tuple[str, int]]) -> torch.Tensor:
         """Projections with so many rows each as one matrix, which some checkpoints have already."""

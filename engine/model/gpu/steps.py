@@ -28,8 +28,10 @@ from kvrelay.engine.model.sampling.sampler import (
     is_drawn,
     not_sampled,
     read_prompts,
+    rows_of,
     sample,
     undrafted,
+    verified,
 )
 from kvrelay.engine.model.states import NO_STATE, StateSpans
 from kvrelay.engine.request import PromptOutputs, SamplingParams
@@ -123,9 +125,9 @@ class GpuSteps:
             seqs = [replace(seq, draft_tokens=[]) for seq in seqs]
         wait = passes.begin(seqs, tables)
         masks = masks_of(seqs) if masks_of else None
-        rows = [row for seq in seqs for row in _rows_of(seq)]
+        rows = [row for seq in seqs for row in rows_of(seq)]
         sampled = iter(self._edited(wait(), passes.logits[: len(rows)], rows, masks))
-        verified = [_verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
+        verified = [verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
         if self._limits.num_state_groups and len(rows) > len(seqs):
             counts: list[int] = []  # by row: those without drafts have stored their states
             for seq, each in zip(seqs, verified, strict=True):
@@ -287,19 +289,3 @@ def batch_of_nothing(lengths: Sequence[int], limits: Limits, device: torch.devic
 def _states_of_nothing(starts: np.ndarray, lengths: Sequence[int]) -> StateSpans:
     rows = tuple((int(start), length) for start, length in zip(starts, lengths, strict=True))
     return StateSpans(rows, (NO_STATE,) * len(rows), (0,) * len(rows))
-
-
-def _rows_of(seq: ScheduledSeq) -> list[ScheduledSeq]:
-    """The sequence as it is at each of its input tokens."""
-    drafts = seq.draft_tokens
-    if not drafts:
-        return [seq]
-    return [
-        replace(seq, context=[*seq.context, *drafts[:count]], draft_tokens=[])
-        for count in range(len(drafts) + 1)
-    ]
-
-
-def _verified(seq: ScheduledSeq, sampled: list[Sampled]) -> Sampled:
-    """What was sampled at each of its input tokens, as far as they were right."""
-    return seq.verify([each.token for each in sampled]) if seq.draft_tokens else sampled[0]

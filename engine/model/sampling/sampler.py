@@ -187,6 +187,22 @@ def undrafted(seqs: Sequence[ScheduledSeq]) -> list[ScheduledSeq]:
     ]
 
 
+def rows_of(seq: ScheduledSeq) -> list[ScheduledSeq]:
+    """The sequence as it is at each of its input tokens."""
+    drafts = seq.draft_tokens
+    if not drafts:
+        return [seq]
+    return [
+        replace(seq, context=[*seq.context, *drafts[:count]], draft_tokens=[])
+        for count in range(len(drafts) + 1)
+    ]
+
+
+def verified(seq: ScheduledSeq, sampled: list[Sampled]) -> Sampled:
+    """What was sampled at each of its input tokens, as far as they were right."""
+    return seq.verify([each.token for each in sampled]) if seq.draft_tokens else sampled[0]
+
+
 def token_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], count: int, chosen_ids: Sequence[int] = ()
 ) -> list[TokenLogprobs]:

@@ -51,17 +51,22 @@ class Drafting:
 
             self.runner._drafter.draft = draft
 
+    def blocks(self, of_first) -> list[int]:
+        """Those of all groups, beside these of the first one."""
+        return [block + group * self._num_blocks for block in of_first for group in self._groups]
+
     def step(self, *talks: Talk, counts=None, num_drafts=0, repeats=1) -> list:
         shares = [
             talk.next(count) for talk, count in zip(talks, counts or [None] * 9, strict=False)
         ]
         for talk, share in zip(talks, shares, strict=True):
-            room = num_drafts if self.crosses else -len(talk.tokens) % 16
+            size = self.runner.kv_spec.block_size
+            room = num_drafts if self.crosses else -len(talk.tokens) % size
             if share.sample and len(share.tokens) == 1 and talk.output:
                 share.num_drafts = min(num_drafts, room)
         for share in shares:  # a block of each group of layers where it has one
-            table = [b + g * self._num_blocks for b in share.block_ids for g in self._groups]
-            share.block_ids, share.request_id = table, f"r{share.block_ids[0]}"
+            share.request_id = f"r{share.block_ids[0]}"
+            share.block_ids = self.blocks(share.block_ids)
         step = Step(0, shares, repeats=repeats, makes_slots=self.makes_slots)
         done = self.runner.execute(step)
         assert not done.failed
@@ -184,11 +189,14 @@ def check_that_it_goes_on(cold: Drafting, warm: Drafting, prompt: list[int]) -> 
     first = Talk(prompt, [*BLOCKS[0], 12, 13], DRAWN)
     while len(first.output) < 8:
         cold.step(first, num_drafts=3)
-    num_full = first.num_computed // 16
-    for at, block in enumerate(BLOCKS[0][:num_full]):
+    size = cold.runner.kv_spec.block_size
+    num_full = first.num_computed // size
+    assert num_full
+    pairs = list(zip(cold.blocks(BLOCKS[0][:num_full]), warm.blocks(range(num_full)), strict=True))
+    for block, at in pairs:
         warm.runner.kv_pool[at] = cold.runner.kv_pool[block]
     second = Talk(first.tokens, [0, 1, 2, 3, 5, 6], DRAWN)
-    second.prompt, second.num_computed, at = first.prompt, num_full * 16, len(cold.proposed)
+    second.prompt, second.num_computed, at = first.prompt, num_full * size, len(cold.proposed)
     warm.step(second, counts=[first.num_computed - second.num_computed])
     for _ in range(6):
         cold.step(first, num_drafts=3)

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from kvrelay.engine.adapters import Adapter, AdapterError, read_adapter
-from kvrelay.engine.kv.spec import KVHeads
+from kvrelay.engine.kv.spec import KVHeads, KVSpec
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.cpu import kernels
@@ -24,6 +26,7 @@ from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import Step
 from tests.engine.model.checkpoint.test_quantized import fp8_config, in_fp8_blocks, in_mxfp4, write
 from tests.engine.model.runners import model_runner
+from tests.engine.model.talks import GREEDY, Talk
 from tests.engine.model.tiny import FAMILIES, VOCAB, make_checkpoint, scheduled, tokens_of
 from tests.support.adapters import linear_modules, write_adapter
 
@@ -176,6 +179,75 @@ def test_an_adapter_that_one_rank_cannot_load_is_refused_by_all(checkpoint_of, t
         assert 0 in done.waiting
     assert "another rank of this worker" in done.unloaded[0]
     assert done.sampled[1] is not None
+
+
+DRAFTED = [
+    ("llama", 2),
+    ("qwen3.5", 2),
+    *(
+        pytest.param(family, size, marks=pytest.mark.slow)
+        for family, size in (
+            *(("llama", 3), ("gemma3", 2), ("deepseek32", 2), ("mixtral", 2), ("minimax-m2", 2)),
+            *(("falcon-h1-norm", 2), ("kimi-linear", 2), ("lfm2-bias", 2), ("qwen3-next", 2)),
+        )
+    ),
+    pytest.param("wide", 4, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "size"), DRAFTED)
+def test_draft_tokens_are_verified_by_ranks(family, size, checkpoint_of, tmp_path):
+    path, changes = tmp_path / "wide", {"num_attention_heads": 8, "num_key_value_heads": 4}
+    if family == "wide":
+        path.mkdir()
+        make_checkpoint("llama", path, {**changes, "head_dim": 16})
+    else:
+        path = checkpoint_of(family)
+    plain, drafted = (Ranks(path, size, tmp_path / name) for name in ("plain", "drafted"))
+    compare_drafts(plain.execute, drafted.execute, plain.runners[0].kv_spec)
+
+
+@pytest.mark.parametrize("family", ["minimax-m2", "nemotron-h", "gemma4"])
+def test_they_are_by_layers_that_run_one_by_one(family, checkpoint_of):
+    plain, drafted = (model_runner(checkpoint_of(family), **OPTIONS) for _ in range(2))
+    assert drafted.config.is_layerwise or family == "gemma4"
+    compare_drafts(plain.execute, drafted.execute, plain.kv_spec)
+
+
+def compare_drafts(plain: Callable, drafted: Callable, spec: KVSpec, count: int = 20) -> None:
+    """`drafted` gets drafts that are right, wrong somewhere, and none, in turns."""
+    samplings = GREEDY, SamplingParams(temperature=1.0, seed=11), GREEDY
+    prompts, blocks = (LONG[:21], SHORT, LONG[40:59]), ([5, 3, 1, 7], [2, 4, 6], [8, 10, 9])
+    of = [Talk(*each) for each in zip(prompts, blocks, samplings, strict=True)]
+    others, chance, accepted = deepcopy(of), Random(1), 0
+    while min(len(talk.output) for talk in of) < count + 8:
+        step_of(plain, spec, of)
+    while live := [pair for pair in zip(others, of, strict=True) if len(pair[0].output) < count]:
+        drafts = []
+        for talk, known in live:
+            ahead = known.tokens[len(talk.tokens) :]
+            room = min(chance.randrange(6), -len(talk.tokens) % spec.block_size)
+            draft = ahead[: room if talk.output else 0]
+            if draft and chance.random() < 0.5:
+                at = chance.randrange(len(draft))
+                draft[at] = (draft[at] + 1) % VOCAB
+            drafts.append(draft)
+        for sampled in step_of(drafted, spec, [talk for talk, _ in live], drafts).sampled:
+            accepted += len(sampled.more)
+    assert accepted > count
+    for talk, known in zip(others, of, strict=True):
+        assert talk.tokens == known.tokens[: len(talk.tokens)]
+
+
+def step_of(execute: Callable, spec: KVSpec, talks: list[Talk], drafts=None):
+    groups = range(spec.num_groups)
+    shares = [t.next(draft=d) for t, d in zip(talks, drafts or [[]] * len(talks), strict=True)]
+    for share in shares:
+        share.block_ids = [block + 12 * group for block in share.block_ids for group in groups]
+    done = execute(Step(0, shares))
+    for talk, share, sampled in zip(talks, shares, done.sampled, strict=True):
+        talk.take(share, sampled)
+    return done
 
 
 @pytest.mark.slow
