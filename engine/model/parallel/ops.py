@@ -290,7 +290,8 @@ class ParallelOps:
             assert model.recurrent is not None
             own = self._shard.projected(model.recurrent)
             return torch.cat([whole[rows.start : rows.stop] for rows in own])
-        stacked = whole.chunk(ROWS[role])
+        has_gate = model.is_gated or not role.endswith("gate_up")
+        stacked = whole.chunk(ROWS[role] if has_gate else 1)
         return torch.cat([each[part(len(each))] for each in stacked])
 
     def vector(self, weight: torch.Tensor, role: str = "") -> torch.Tensor:
@@ -402,13 +403,15 @@ class ParallelOps:
         if (
             isinstance(gate_ups, Packed)
             and isinstance(downs, Packed)
+            and self._model.is_gated
             and downs.cuts_at(part.start)
             and downs.cuts_at(part.stop)
         ):
             return self._inner.experts(gate_ups.of_halves(part), downs.columns(part))
         gate_ups, downs = widened(gate_ups), widened(downs)
         own = F.pad(downs[:, :, part], (0, max(part.stop - downs.shape[2], 0)))
-        return self._inner.experts(of_halves(gate_ups, part), own.contiguous())
+        rows = of_halves(gate_ups, part) if self._model.is_gated else gate_ups[:, part]
+        return self._inner.experts(rows.contiguous(), own.contiguous())
 
     def add_experts(
         self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None

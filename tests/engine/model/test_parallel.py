@@ -190,7 +190,7 @@ def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path
     "family",
     [
         *("qwen2", "mixtral", "deepseek3", "gpt-oss", "llama4", "mimo-v2"),
-        *("gemma4-sparse", "falcon-h1-norm"),
+        *("gemma4-sparse", "falcon-h1-norm", "nemotron-h"),
     ],
 )
 def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
