@@ -387,10 +387,10 @@ class ParallelOps:
         self, gate_up: torch.Tensor, down: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks add up what comes out, so one of them has the second bias."""
-        own = of_halves(gate_up, self._part_of_experts(gate_up.shape[1] // 2))
+        own = of_halves(gate_up, self.expert_part(gate_up.shape[1] // 2))
         return self._inner.expert_biases(own, torch.zeros_like(down) if self._shard.rank else down)
 
-    def _part_of_experts(self, width: int) -> slice:
+    def expert_part(self, width: int) -> slice:
         """A rank's columns of `downs`. Where experts have biases they may be in MXFP4, and these
         are whole groups of that: those beyond `width` are zeros."""
         experts = self._model.experts
@@ -399,7 +399,9 @@ class ParallelOps:
         return self._shard.part(width + more)
 
     def experts(self, gate_ups: Stacked, downs: Stacked) -> Any:
-        part = self._part_of_experts(downs.shape[2])
+        if self._model.experts and downs.shape[2] < self._model.experts.intermediate_size:
+            return self._inner.experts(gate_ups, downs)  # the rank's own alone were read
+        part = self.expert_part(downs.shape[2])
         if (
             isinstance(gate_ups, Packed)
             and isinstance(downs, Packed)

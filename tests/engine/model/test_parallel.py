@@ -291,6 +291,22 @@ def test_a_rank_that_has_read_its_weights_waits_for_the_slowest(tmp_path):
         waiting.result(10.0)
 
 
+def test_ranks_stack_only_their_part_of_each_expert(checkpoint_of, tmp_path, monkeypatch):
+    """A whole layer of a large model is tens of gigabytes."""
+    path, stacked, plain = checkpoint_of("qwen3-moe"), [], ParallelOps.experts
+
+    def experts(ops, gate_ups, downs):
+        stacked.append((gate_ups.shape, downs.shape))
+        return plain(ops, gate_ups, downs)
+
+    monkeypatch.setattr(ParallelOps, "experts", experts)
+    compare(path, Ranks(path, 2, tmp_path / "meeting"))
+    config = read_config(path)
+    number, width = config.experts.num_experts, config.experts.intermediate_size // 2
+    sizes = (number, 2 * width, config.hidden_size), (number, config.hidden_size, width)
+    assert set(stacked) == {sizes}
+
+
 class Calls(TorchDispatchMode):
     """Names of torch's operations, without views."""
 
