@@ -19,25 +19,30 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.measure import copy_bandwidth, matrix_rate, print_table, seconds, write_json
-from kvrelay.engine.model.gpu.attention_decode import decode_attention, decode_splits
+from kvrelay.engine.model.gpu.attention_decode import (
+    Splits,
+    decode_attention,
+    decode_tiling,
+    list_splits,
+)
 from kvrelay.engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
 from kvrelay.engine.model.gpu.attention_tile import Tiling
 from kvrelay.engine.model.gpu.cache_pool import Pool
 from kvrelay.engine.model.gpu.latent import (
     latent_decode,
     latent_prefill,
-    latent_row_tiles,
     latent_tiles,
+    latent_tiling,
 )
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 LATENT_HEADS, RANK, ROPE_DIM = 128, 512, 64
-MAX_CONTEXT = 131_072  # what a captured step has to reckon with
-DECODE = {  # batch, context
-    "batch 64, 8k": (64, 8192),
-    "batch 256, 1k": (256, 1024),
-    "batch 8, 32k": (8, 32_768),
-    "batch 1, 128k": (1, 131_072),
+DECODE = {  # contexts
+    "batch 64, 8k": [8192] * 64,
+    "batch 256, 1k": [1024] * 256,
+    "batch 8, 32k": [32_768] * 8,
+    "batch 1, 128k": [131_072],
+    "one of 128k, 63 of 2k": [131_072] + [2048] * 63,
 }
 PREFILL = {  # (query_len, context_len) of each sequence
     "1 x 8k": [(8192, 8192)],
@@ -72,7 +77,13 @@ class Load:
             first, taken = first + count, taken + blocks
         rows = torch.tensor(self.spans, dtype=torch.int32).T.contiguous().cuda()
         self.tensors = (*rows, tables.cuda())
+        self.of_decodes = (rows[0], rows[2], self.tensors[3])
         self.kv_bytes = sum(c for _, c in lengths) * data[0, 0].nbytes // BLOCK_SIZE
+
+    def splits(self, heads: int, width: int, block_n: int, window: int = 0) -> Splits | None:
+        _, query_len, context_len, _ = self.tensors
+        contexts = [context for _, _, context in self.spans]
+        return list_splits(query_len, context_len, contexts, heads, width, block_n, window)
 
 
 def decode(lengths: Lengths, fp8: bool, tiling: Tiling | None = None, **options: Any) -> Callable:
@@ -81,15 +92,19 @@ def decode(lengths: Lengths, fp8: bool, tiling: Tiling | None = None, **options:
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     qkv = torch.randn(load.num_tokens, width, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(load.num_tokens, HEADS * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    splits = decode_splits(len(lengths), KV_HEADS, MAX_CONTEXT, qkv.device)
+    own, lists = decode_tiling(load.pool, HEADS // KV_HEADS), {}
+    window = options.get("window", 0)
 
-    def work(tiling: Tiling | None = tiling, splits: int = splits) -> None:
+    def work(tiling: Tiling | None = tiling) -> None:
+        tiling = tiling or own
+        if tiling.block_n not in lists:
+            lists[tiling.block_n] = load.splits(HEADS, HEAD_DIM, tiling.block_n, window)
         decode_attention(
-            out, qkv, load.pool, 0, *load.tensors, num_heads=HEADS, scale=HEAD_DIM**-0.5,
-            num_splits=splits, tiling=tiling, **options,
+            out, qkv, load.pool, 0, *load.of_decodes, num_heads=HEADS, scale=HEAD_DIM**-0.5,
+            splits=lists[tiling.block_n], tiling=tiling, **options,
         )  # fmt: skip
 
-    work.load, work.splits = load, splits
+    work.load = load
     return work
 
 
@@ -117,16 +132,18 @@ def latent(lengths: Lengths, fp8: bool) -> Callable:
     shape = (load.num_tokens, LATENT_HEADS)
     queries = torch.randn(*shape, RANK + ROPE_DIM, dtype=torch.bfloat16, device="cuda")
     out = torch.empty(*shape, RANK, dtype=torch.bfloat16, device="cuda")
-    rows = latent_row_tiles(load.pool, LATENT_HEADS)
-    splits = decode_splits(len(lengths), rows, MAX_CONTEXT, out.device)
+    own, lists = latent_tiling(load.pool, LATENT_HEADS), {}
     is_decode = lengths[0][0] == 1
     options = {"rank": RANK, "scale": 0.07}
     work_lists = {}
 
-    def work(tiling: Tiling | None = None, splits: int = splits) -> None:
+    def work(tiling: Tiling | None = None) -> None:
         if is_decode:
+            block_n = (tiling or own).block_n
+            if block_n not in lists:
+                lists[block_n] = load.splits(LATENT_HEADS, RANK, block_n)
             latent_decode(
-                out, queries, load.pool, 0, *load.tensors, num_splits=splits, tiling=tiling,
+                out, queries, load.pool, 0, *load.of_decodes, splits=lists[block_n], tiling=tiling,
                 **options,
             )  # fmt: skip
             return
@@ -137,7 +154,7 @@ def latent(lengths: Lengths, fp8: bool) -> Callable:
             out, queries, load.pool, 0, work_lists[tiling], *load.tensors, tiling=tiling, **options
         )
 
-    work.load, work.splits = load, splits
+    work.load = load
     return work
 
 
@@ -179,18 +196,19 @@ def decode_rows(bandwidth: float) -> Iterator[dict[str, Any]]:
     cases = [("attention", decode, kind, {}) for kind in ("bf16", "fp8")]
     cases += [("window 4k, 4 sinks", _windowed, "bf16", {})]
     cases += [("latent", latent, kind, {}) for kind in ("bf16", "fp8")]
-    for name, (batch, context) in DECODE.items():
+    for name, contexts in DECODE.items():
         for label, make, kind, options in cases:
-            work = make([(1, context)] * batch, kind == "fp8", **options)
-            read = work.load.kv_bytes * (min(context, 4096) / context if "window" in label else 1)
+            work = make([(1, context) for context in contexts], kind == "fp8", **options)
+            read = work.load.kv_bytes
+            if "window" in label:
+                read *= sum(min(context, 4096) for context in contexts) / sum(contexts)
             took = seconds(work)
             yield {
                 "decode": name,
                 "what": label,
                 "kv": kind,
-                "splits": work.splits,
                 "us": took * 1e6,
-                "tokens_per_s": batch / took,
+                "tokens_per_s": len(contexts) / took,
                 "TB_per_s": read / took / 1e12,
                 "share_of_copy": read / took / bandwidth,
             }
@@ -241,7 +259,7 @@ SWEEPS = {  # work, rows of a tile, keys, warps, stages
 def sweep(name: str) -> list[dict[str, Any]]:
     """Every tiling of SWEEPS[name] that compiles and fits, the fastest first."""
     make, load, fp8, *choices = SWEEPS[name]
-    lengths = [(1, DECODE[load][1])] * DECODE[load][0] if load in DECODE else PREFILL[load]
+    lengths = [(1, each) for each in DECODE[load]] if load in DECODE else PREFILL[load]
     work, rows = make(lengths, fp8), []
     for choice in product(*choices):
         try:
@@ -253,10 +271,6 @@ def sweep(name: str) -> list[dict[str, Any]]:
         names = ("rows", "keys", "warps", "stages")
         rows.append({"sweep": name, **dict(zip(names, choice, strict=True)), "us": took * 1e6})
     rows.sort(key=lambda row: row["us"])
-    if make is not prefill:
-        for splits in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
-            took = seconds(lambda splits=splits: work(splits=splits), repeats=5)
-            print(f"{name}, {splits} splits: {took * 1e6:.0f} us", flush=True)
     return rows
 
 

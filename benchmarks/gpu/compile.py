@@ -26,13 +26,22 @@ from triton.runtime.jit import JITFunction
 
 from kvrelay.engine.model.gpu import attention_prefill
 from kvrelay.engine.model.gpu import latent as latent_kernels
-from kvrelay.engine.model.gpu.attention_decode import decode_attention
+from kvrelay.engine.model.gpu.attention_decode import (
+    decode_attention,
+    decode_tiling,
+    list_splits,
+)
 from kvrelay.engine.model.gpu.attention_prefill import prefill_attention
 from kvrelay.engine.model.gpu.cache_pool import Pool
 from kvrelay.engine.model.gpu.cache_write import latent_write, rope_write
 from kvrelay.engine.model.gpu.experts import ExpertWeights, add_experts
 from kvrelay.engine.model.gpu.index_scores import index_scores
-from kvrelay.engine.model.gpu.latent import Selected, latent_decode, latent_prefill
+from kvrelay.engine.model.gpu.latent import (
+    Selected,
+    latent_decode,
+    latent_prefill,
+    latent_tiling,
+)
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
 from kvrelay.engine.model.gpu.penalties import penalize
@@ -59,7 +68,11 @@ MAX_SHARED = {80: 163 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}  # a 
 FP8_FROM = 89  # capability, for KV in FP8
 MAX_SPILLED = 256  # bytes of a thread
 # With tiles of 16 rows it spills nothing, and reads and widens latents four times as often.
-KNOWN = {(90, "latent decode fp8"): 1024, (90, "latent sparse fp8"): 1088}
+KNOWN = {
+    (90, "latent decode fp8"): 1056,
+    (90, "latent sparse fp8"): 1120,
+    (100, "latent sparse fp8"): 272,
+}
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -139,12 +152,22 @@ def attention(
         options["head_sinks"] = torch.zeros(32)
     common = {"num_heads": 32, "scale": 0.1, "sink_queries": late} | options
     if kernel == "decode":
-        splits = common.pop("num_splits", 8)
+        block_n, window = decode_tiling(pool, 4).block_n, options.get("window", 0)
+        splits = splits_of(32, pool.value_dim, block_n, window, common.pop("longest", 4096))
         return lambda: decode_attention(
-            out, qkv, pool, 1, ints, ints, ints, table, num_splits=splits, **common
+            out, qkv, pool, 1, ints, ints, table, splits=splits(), **common
         )
     tiles = torch.zeros(4, 2, dtype=torch.int32)
     return lambda: prefill_attention(out, qkv, pool, 1, tiles, ints, ints, ints, table, **common)
+
+
+def splits_of(
+    heads: int, width: int, block_n: int, window: int = 0, longest: int = 4096
+) -> Callable[[], Any]:
+    """The launch that lists splits of four sequences."""
+    ints = torch.empty(4, dtype=torch.int32)
+    sizes = heads, width, block_n, window
+    return lambda: list_splits(ints, ints, [longest] * 4, *sizes)
 
 
 def latent(kernel: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Callable[[], None]:
@@ -154,17 +177,19 @@ def latent(kernel: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
     kind = torch.bfloat16 if dtype == torch.uint8 else dtype
     queries, out = (torch.empty(4, 128, width, dtype=kind) for width in (576, 512))
     ints, table = torch.empty(4, dtype=torch.int32), torch.empty(4, 32, dtype=torch.int32)
-    tail = (ints, ints, ints, table)
     common = {"rank": 512, "scale": 0.1} | options
+    if kernel == "prefill":
+        tiles, tail = torch.zeros(4, 2, dtype=torch.int32), (ints, ints, ints, table)
+        return lambda: latent_prefill(out, queries, pool, 1, tiles, *tail, **common)
     if kernel == "sparse":
-        chosen = Selected(torch.empty(4, 2048, dtype=torch.int32), ints, ints, ints, ints)
-        return lambda: latent_decode(
-            out, queries, pool, 1, *tail, num_splits=8, selected=chosen, **common
-        )
-    if kernel == "decode":
-        return lambda: latent_decode(out, queries, pool, 1, *tail, num_splits=8, **common)
-    tiles = torch.zeros(4, 2, dtype=torch.int32)
-    return lambda: latent_prefill(out, queries, pool, 1, tiles, *tail, **common)
+        places = torch.empty(4, 2048, dtype=torch.int32)
+        common["selected"] = Selected(places, ints, ints, ints, ints)
+
+    def launches() -> None:
+        splits = splits_of(128, 512, latent_tiling(pool, 128).block_n)()
+        latent_decode(out, queries, pool, 1, ints, ints, table, splits=splits, **common)
+
+    return launches
 
 
 def scores(dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
@@ -278,6 +303,7 @@ FP8 = torch.uint8
 CASES = {
     "decode bf16": attention("decode"),
     "decode fp8": attention("decode", FP8),
+    "decode bf16, short contexts": attention("decode", longest=256),
     "decode bf16, window, sinks": attention("decode", window=4096, num_sinks=4),
     "decode bf16, 256 wide, softcap": attention("decode", head_dim=256, softcap=50.0),
     "decode bf16, 64 wide, learned sinks": attention("decode", head_dim=64, learned=True),

@@ -3,18 +3,22 @@
     python -m benchmarks.gpu.limits
 
 Products reach 82 % of the memory's bytes a second or 62 % of the tensor cores' rate, decode
-attention 85 % of the bytes, and each other kernel of a captured step takes 2.2 us, an all-reduce of
-a few rows 12 us. The tile of prompts takes what `benchmarks.gpu.compile` says of its loop: softmax
-and products follow one another there. No device has been asked.
+attention 85 % of the bytes, of which results of its splits are some, and each other kernel of a
+captured step takes 2.2 us, an all-reduce of a few rows 12 us. The tile of prompts takes what
+`benchmarks.gpu.compile` says of its loop: softmax and products follow one another there. No device
+has been asked.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvrelay.engine.model.device_memory import most_splits, splits_of
+
 BYTES_PER_S, FLOPS_PER_S, CLOCK_HZ, NUM_SMS = 3.35e12, 989e12, 1.755e9, 132
 OF_BYTES, OF_FLOPS, OF_KV_BYTES = 0.82, 0.62, 0.85
 KERNEL_S, ALL_REDUCE_S = 2.2e-6, 12e-6
+KERNELS, KERNELS_OF_RANKS = 6, 8  # of a layer beside products: two more add up what ranks summed
 TILE, HEAD_DIM, SOFTMAX_CYCLES = 128, 128, 1_100  # for a tile of 128 queries and keys
 
 
@@ -36,25 +40,36 @@ class Model:
         layer = attention + 3 * self.hidden * self.width
         return (self.num_layers * layer + self.hidden * self.vocab) / self.ranks
 
-    def step_s(self, num_seqs: int, context: int) -> tuple[float, float]:
-        """Returns the limit and the estimate for a step of decodes."""
-        sizes = self.num_layers * 2 * self.num_kv_heads * HEAD_DIM * 2 / self.ranks
-        kv_s = num_seqs * context * sizes / BYTES_PER_S
+    def step_s(self, contexts: list[int]) -> tuple[float, float]:
+        """Returns the limit and the estimate for a step of decodes over such contexts."""
+        num_seqs, heads = len(contexts), self.num_heads // self.ranks
+        each = self.num_layers * 2 * self.num_kv_heads * HEAD_DIM * 2 / self.ranks
+        kv_s = sum(contexts) * each / BYTES_PER_S
+        most = most_splits(heads, HEAD_DIM)
+        splits = sum(count for c in contexts if (count := splits_of(c, most)) > 1)
+        results = 2 * splits * heads * (HEAD_DIM + 1) * 4 * self.num_layers  # written and read
         bytes_s = 2 * self.weights / BYTES_PER_S
         flops_s = 2 * self.weights * num_seqs / FLOPS_PER_S
-        kernels = 5 if self.ranks == 1 else 9  # with ranks: zeros before a sum, and an addition
-        others_s = self.num_layers * kernels * KERNEL_S
+        kernels = KERNELS if self.ranks == 1 else KERNELS_OF_RANKS
+        others_s = (self.num_layers * kernels + 1) * KERNEL_S  # and one lists the splits
         if self.ranks > 1:
             others_s += self.num_layers * 2 * ALL_REDUCE_S
         products_s = max(bytes_s / OF_BYTES, flops_s / OF_FLOPS)
-        return max(bytes_s, flops_s) + kv_s, products_s + kv_s / OF_KV_BYTES + others_s
+        attention_s = (kv_s + results / BYTES_PER_S) / OF_KV_BYTES
+        return max(bytes_s, flops_s) + kv_s, products_s + attention_s + others_s
 
 
 MODELS = (
     Model("8B", 32, 4096, 32, 8, 14336, 128256),
     Model("70B, 4 ranks", 80, 8192, 64, 8, 28672, 128256, ranks=4),
 )
-STEPS = ((1, 1024), (1, 131072), (64, 1024), (256, 1024))
+STEPS = {  # contexts
+    "1 of 1,024": [1024],
+    "1 of 131,072": [131072],
+    "64 of 1,024": [1024] * 64,
+    "256 of 1,024": [1024] * 256,
+    "1 of 131,072, 63 of 2,048": [131072] + [2048] * 63,
+}
 
 
 def prefill_share() -> float:
@@ -65,14 +80,14 @@ def prefill_share() -> float:
 
 
 def main() -> None:
-    print("| model | sequences | context | limit, ms | estimate, ms | share |")
-    print("|---|---|---|---|---|---|")
+    print("| model | contexts | limit, ms | estimate, ms | share |")
+    print("|---|---|---|---|---|")
     for model in MODELS:
-        for num_seqs, context in STEPS:
-            limit, estimate = model.step_s(num_seqs, context)
+        for name, contexts in STEPS.items():
+            limit, estimate = model.step_s(contexts)
             print(
-                f"| {model.name} | {num_seqs} | {context:,} | {1000 * limit:.1f} |"
-                f" {1000 * estimate:.1f} | {limit / estimate:.0%} |"
+                f"| {model.name} | {name} | {1000 * limit:.1f} | {1000 * estimate:.1f} |"
+                f" {limit / estimate:.0%} |"
             )
     print(f"attention over prompts: at most {prefill_share():.0%} of the tensor cores' rate")
 

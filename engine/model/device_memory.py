@@ -10,6 +10,9 @@ from kvrelay.engine.model.config import ModelConfig
 GIB = float(1 << 30)
 RESERVE_BYTES = 512 << 20  # for captured graphs, and for what allocation leaves unused
 CUDA_BYTES = 512 << 20  # what CUDA itself takes of a GPU for a process, about
+MIN_KEYS = 256  # a split has: below, starting it costs more than it reads
+MAX_SPLITS = 64  # a context has
+SPLIT_BYTES = 2 << 20  # what the results of a sequence's splits may take
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,31 @@ class DeviceMemory:
         a reserve. May be negative."""
         others = self.total - self.free - self.reserved
         return int(share * self.total) - others - self.peak - RESERVE_BYTES
+
+
+def most_splits(num_heads: int, width: int) -> int:
+    """In how many splits decode attention reads a context at most, and merges their results of
+    `width` numbers a head. By the model alone: a context is split alike in any batch."""
+    return max(1, min(MAX_SPLITS, SPLIT_BYTES // (4 * num_heads * (width + 1))))
+
+
+def splits_of(context: int, most: int, window: int = 0) -> int:
+    """Returns a bound for the splits of a context of so many tokens. A window, or a chunk, may
+    begin within what is read at once."""
+    seen = min(context, abs(window) + MIN_KEYS) if window else context
+    return min(most, -(-seen // MIN_KEYS))
+
+
+def split_bytes(config: ModelConfig, num_seqs: int, longest: int) -> int:
+    """What results of splits take in a step of so many sequences. `config`: of a rank."""
+    heads, latent = config.num_heads, config.latent
+    kinds = set()
+    for layer in range(config.num_layers):
+        if config.attends(layer):
+            width = latent.rank if latent is not None else config.kv_heads(layer).value_dim
+            kinds.add((width, config.window_or_chunk(layer)))
+    counts = [(width, splits_of(longest, most_splits(heads, width), w)) for width, w in kinds]
+    return sum(4 * num_seqs * count * heads * (width + 1) for width, count in counts if count > 1)
 
 
 def spread(num_tokens: int, num_seqs: int, longest: int) -> tuple[int, ...]:

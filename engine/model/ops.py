@@ -215,6 +215,11 @@ class Ops(Protocol):
         and biases make them gpt-oss', may be `Mxfp4`."""
         ...
 
+    def expert_part(self, width: int) -> slice:
+        """Which of an expert's `width` columns of `downs`, and rows of gate and up, are used here:
+        `experts` may be given these alone."""
+        ...
+
     def expert_biases(
         self, gate_up: torch.Tensor, down: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,6 +287,9 @@ class TensorOps:
 
     def heads(self, weight: torch.Tensor, role: str) -> torch.Tensor:
         return self.table(weight).contiguous()
+
+    def expert_part(self, width: int) -> slice:
+        return slice(0, width)
 
     def router(self, weight: torch.Tensor) -> torch.Tensor:
         return self.vector(weight)

@@ -31,7 +31,7 @@ from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.cpu.step import CpuDraw
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.device import find_device, is_bf16_faster
-from kvrelay.engine.model.device_memory import GIB, spread
+from kvrelay.engine.model.device_memory import GIB, split_bytes, spread
 from kvrelay.engine.model.draft_config import DraftConfig
 from kvrelay.engine.model.draft_slots import Slots, computed_tokens
 from kvrelay.engine.model.drafter import Drafter, Served, open_drafter
@@ -549,6 +549,7 @@ class ModelRunner:
         batch = batch_of_nothing(lengths, limits, self.device)
         memory = after_a_step(self.device, lambda: self._decoder.forward(batch))
         room = memory.room(share) - DeviceCounts.size(engine.max_num_seqs, limits.vocab_size)
+        room -= split_bytes(self._own, engine.max_num_seqs, self.max_model_len)
         num_blocks = room // self.kv_spec.bytes_per_block
         if self._member is not None:
             num_blocks = self._member.group.least(num_blocks, self.device)

@@ -8,15 +8,19 @@ from tests.engine.model.paged import DEVICE, attention_case, expected, paged
 
 pytest.importorskip("triton")
 
-from kvrelay.engine.model.gpu.attention_decode import decode_attention, decode_splits
+from kvrelay.engine.model.gpu.attention_decode import (
+    decode_attention,
+    decode_tiling,
+    list_splits,
+)
 from kvrelay.engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
 from kvrelay.engine.model.gpu.cache_pool import Pool
 from kvrelay.engine.model.gpu.cache_write import rope_write
 from kvrelay.engine.model.gpu.latent import (
     latent_decode,
     latent_prefill,
-    latent_row_tiles,
     latent_tiles,
+    latent_tiling,
 )
 
 pytestmark = [
@@ -65,14 +69,20 @@ def attention(lengths, model, variant, kv_fp8):
     )  # fmt: skip
 
 
+def splits_of(case, options):
+    heads, pool = options["num_heads"], case.pool
+    block_n = decode_tiling(pool, heads // pool.num_kv_heads).block_n
+    return case.splits(heads, pool.value_dim, block_n, options["window"])
+
+
 @pytest.mark.parametrize(("model", "variant", "kv_fp8"), CASES)
 def test_decode_equals_float64(model, variant, kv_fp8):
     lengths = [(1, context) for context in CONTEXTS]
     case, qkv, out, options, answer = attention(lengths, model, variant, kv_fp8)
-    for splits in (1, decode_splits(len(lengths), case.pool.num_kv_heads, 131_072, DEVICE)):
-        out.fill_(float("nan"))
-        decode_attention(out, qkv, case.pool, 1, *case.tensors, num_splits=splits, **options)
-        check(out.view_as(answer), answer)
+    decode_attention(
+        out, qkv, case.pool, 1, *case.of_decodes, splits=splits_of(case, options), **options
+    )
+    check(out.view_as(answer), answer)
 
 
 @pytest.mark.parametrize(("model", "variant", "kv_fp8"), CASES)
@@ -93,10 +103,10 @@ def test_latent_attention_equals_float64(heads, kv_fp8):
     answer = expected(case, queries, heads, 0.04, value_dim=rank)
     out = torch.full((case.num_tokens, heads, rank), float("nan"), device=DEVICE).bfloat16()
     tiles = torch.from_numpy(latent_tiles(case.spans, heads, case.pool)).to(DEVICE)
-    splits = decode_splits(len(lengths), latent_row_tiles(case.pool, heads), 131_072, DEVICE)
+    splits = case.splits(heads, rank, latent_tiling(case.pool, heads).block_n)
     options = {"rank": rank, "scale": 0.04}
     latent_prefill(out, queries, case.pool, 1, tiles, *case.tensors, **options)
-    latent_decode(out, queries, case.pool, 1, *case.tensors, num_splits=splits, **options)
+    latent_decode(out, queries, case.pool, 1, *case.of_decodes, splits=splits, **options)
     check(out, answer)
 
 
@@ -104,15 +114,36 @@ def test_a_captured_decode_serves_other_contexts():
     case, qkv, out, options, answer = attention([(1, 4096), (1, 300)], "llama", "plain", False)
     context = case.context_len.clone()
     case.context_len.fill_(1)
-    work = {"num_splits": decode_splits(2, 8, 131_072, DEVICE), **options}
-    decode_attention(out, qkv, case.pool, 1, *case.tensors, **work)  # compiles
+
+    def work():
+        splits = splits_of(case, options)
+        decode_attention(out, qkv, case.pool, 1, *case.of_decodes, splits=splits, **options)
+
+    work()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_attention(out, qkv, case.pool, 1, *case.tensors, **work)
+        work()
     case.context_len.copy_(context)
     graph.replay()
     check(out.view_as(answer), answer)
+
+
+def test_a_sequence_has_the_same_numbers_in_any_batch():
+    """To the bit: splits are by its own length."""
+    lengths = [(1, 33), (1, 90_000), *[(1, 700 + 90 * each) for each in range(30)]]
+    case, qkv, out, options, _ = attention(lengths, "llama", "plain", False)
+    where, splits = (qkv, case.pool, 1), splits_of(case, options)
+    decode_attention(out, *where, *case.of_decodes, splits=splits, **options)
+    for chosen in ([1], [0, 5], [31, 1, 7]):
+        own = torch.tensor(chosen, device=DEVICE)
+        start, context, tables = (each[own] for each in case.of_decodes)
+        sizes = [lengths[each][1] for each in chosen]
+        shape = options["num_heads"], case.pool.value_dim, splits.block_n
+        alone = torch.zeros_like(out)
+        lists = list_splits(torch.ones_like(context), context, sizes, *shape)
+        decode_attention(alone, *where, start, context, tables, splits=lists, **options)
+        assert torch.equal(alone[own], out[own])
 
 
 @pytest.mark.parametrize("kv_fp8", [False, True])

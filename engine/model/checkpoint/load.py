@@ -436,15 +436,16 @@ class Layer:
         packed = self._fp8_experts(prefix, names, number) if experts.packed == "fp8" else None
         if packed is not None:
             return packed
-        gate_ups = downs = None
+        part = self._ops.expert_part(width)
+        own, gate_ups, downs = part.stop - part.start, None, None
         for index in range(number):
             name = f"{prefix}{index}."
-            rows = [self._get(f"{name}{part}.weight", width, c.hidden_size) for part in into]
+            rows = [self._get(f"{name}{each}.weight", width, c.hidden_size)[part] for each in into]
             if gate_ups is None or downs is None:
-                gate_ups = rows[0].new_empty(number, len(rows) * width, c.hidden_size)
-                downs = rows[0].new_empty(number, c.hidden_size, width)
+                gate_ups = rows[0].new_empty(number, len(rows) * own, c.hidden_size)
+                downs = rows[0].new_empty(number, c.hidden_size, own)
             gate_ups[index] = torch.cat(rows)
-            downs[index] = self._get(f"{name}{down}.weight", c.hidden_size, width)
+            downs[index] = self._get(f"{name}{down}.weight", c.hidden_size, width)[:, part]
         assert gate_ups is not None
         assert downs is not None
         return gate_ups, downs
@@ -454,15 +455,24 @@ class Layer:
     ) -> tuple[Fp8Blocks, Fp8Blocks] | None:
         """As they are stored; None: they are not in blocks of FP8, or one ends within a block."""
         quantized, renames = self._checkpoint.quantized, self._checkpoint.renames
+        experts = self._config.experts
         assert quantized is not None
-        stacked = []
-        for parts in (names[:-1], names[-1:]):
-            each = []
-            for index in range(number):
-                modules = [f"{self._prefix}{prefix}{index}.{part}" for part in parts]
+        assert experts is not None
+        part = self._ops.expert_part(experts.intermediate_size)
+        is_cut = part.stop - part.start < experts.intermediate_size and self._config.is_gated
+        gate_ups: list[Fp8Blocks] = []
+        downs: list[Fp8Blocks] = []
+        for index in range(number):
+            both = []
+            for parts in (names[:-1], names[-1:]):
+                modules = [f"{self._prefix}{prefix}{index}.{each}" for each in parts]
                 found = quantized.blocks_of_fp8([renamed(module, renames) for module in modules])
                 if found is None:
                     return None
-                each.append(found)
-            stacked.append(Fp8Blocks.stacked(each))
-        return stacked[0], stacked[1]
+                both.append(found)
+            gate_up, down = both
+            if is_cut and down.cuts_at(part.start) and down.cuts_at(part.stop):
+                gate_up, down = gate_up.of_halves(part), down.columns(part)
+            gate_ups.append(gate_up)
+            downs.append(down)
+        return Fp8Blocks.stacked(gate_ups), Fp8Blocks.stacked(downs)

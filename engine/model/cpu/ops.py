@@ -204,6 +204,9 @@ class CpuOps:
     def per_head(self, x: torch.Tensor, heads: Heads) -> torch.Tensor:
         return self._linear.per_head(x, heads)
 
+    def expert_part(self, width: int) -> slice:
+        return slice(0, width)
+
     def experts(self, gate_ups: Stacked, downs: Stacked) -> Experts:
         return self._linear.experts(widened(gate_ups), widened(downs))
 

@@ -2,7 +2,7 @@
 
 What is cached of a token is one vector [rank + rope_dim] for all heads; keys are all of it, values
 its first `rank` numbers, so that a tile is read once and multiplied twice. Rows are (token, head)
-pairs. Decode is split along the context as in `attention_decode`. Sparse attention is a decode of
+pairs. Decode goes by a list of splits as in `attention_decode`. Sparse attention is a decode of
 each token whose context is what was selected for it.
 """
 
@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvrelay.engine.model.gpu.attention_decode import MIN_KEYS, merge, partials, split_keys
+from kvrelay.engine.model.device_memory import MIN_KEYS
+from kvrelay.engine.model.gpu.attention_decode import Splits, merge, split_keys
 from kvrelay.engine.model.gpu.attention_prefill import list_tiles
 from kvrelay.engine.model.gpu.attention_tile import (
     LOWEST,
@@ -60,6 +61,10 @@ class Selected:
     query_len: torch.Tensor  # [N] int32: ones
     context_len: torch.Tensor  # [N] int32: how many positions, up to topk
 
+    def part(self, rows: slice) -> Selected:
+        fields = self.positions, self.sequences, self.query_start, self.query_len, self.context_len
+        return Selected(*(each[rows] for each in fields))
+
 
 def latent_decode(
     out: torch.Tensor,
@@ -67,42 +72,34 @@ def latent_decode(
     pool: Pool,
     layer: int,
     query_start: torch.Tensor,
-    query_len: torch.Tensor,
     context_len: torch.Tensor,
     block_tables: torch.Tensor,
     *,
     rank: int,
     scale: float,
-    num_splits: int,
+    splits: Splits,
     softcap: float = 0.0,
     tiling: Tiling | None = None,
     selected: Selected | None = None,
 ) -> None:
     """queries [N, num_heads, rank + rope_dim] -> out [N, num_heads, rank], both contiguous; the
-    rest as in `decode_attention`. num_splits: of `decode_splits`, with `latent_row_tiles` in place
-    of the KV heads. selected: its lengths and starts are those that are given."""
-    num_seqs, num_heads = len(query_start), queries.shape[1]
-    if not num_seqs:
-        return
+    rest as in `decode_attention`. selected: its lengths and starts are those that are given."""
+    num_heads = queries.shape[1]
     tiling = tiling or latent_tiling(pool, num_heads)
-    partial, lse = partials(out, num_seqs, num_heads, num_splits, rank)
+    assert tiling.block_n == splits.block_n
+    tiles = triton.cdiv(num_heads, tiling.block_m)
     positions = sequences = None
     if selected is not None:
         positions, sequences = selected.positions, selected.sequences
-    _latent[(triton.cdiv(num_heads, tiling.block_m), num_seqs, num_splits)](
-        out, partial, lse, queries, pool.data, None, positions, sequences, query_start, query_len,
-        context_len, block_tables, pool.layer_offset(layer), block_tables.stride(0), num_splits,
-        DECODE=True, DIRECT=num_splits == 1, TOPK=0 if positions is None else positions.shape[1],
+    _latent[(splits.programs(tiles),)](
+        out, splits.results, splits.lse, queries, pool.data, splits.items, splits.first,
+        splits.count, splits.total, positions, sequences, query_start, query_start, context_len,
+        block_tables, pool.layer_offset(layer), block_tables.stride(0), 0, DECODE=True,
+        SPLIT=len(splits.results) > 0, MOST=splits.most, TILES=tiles,
+        TOPK=0 if positions is None else positions.shape[1],
         **_constants(queries, pool, rank, scale, softcap), **_launch(tiling),
     )  # fmt: skip
-    if num_splits > 1:
-        rows = out.view(len(out), -1)
-        merge(rows, partial, lse, query_start, query_len, context_len, 0, tiling.block_n)
-
-
-def latent_row_tiles(pool: Pool, num_heads: int) -> int:
-    """Programs that share a split of a context."""
-    return triton.cdiv(num_heads, latent_tiling(pool, num_heads).block_m)
+    merge(out.view(len(out), -1), splits, query_start)
 
 
 def latent_prefill(
@@ -126,9 +123,9 @@ def latent_prefill(
         return
     tiling = tiling or latent_tiling(pool, queries.shape[1])
     _latent[(len(tiles),)](
-        out, None, None, queries, pool.data, tiles, None, None, query_start, query_len, context_len,
-        block_tables, pool.layer_offset(layer), block_tables.stride(0), 1,
-        DECODE=False, DIRECT=True, TOPK=0,
+        out, None, None, queries, pool.data, tiles, None, None, None, None, None, query_start,
+        query_len, context_len, block_tables, pool.layer_offset(layer), block_tables.stride(0),
+        len(tiles), DECODE=False, SPLIT=False, MOST=1, TILES=1, TOPK=0,
         **_constants(queries, pool, rank, scale, softcap), **_launch(tiling),
     )  # fmt: skip
 
@@ -202,71 +199,74 @@ def _attend(
     return acc, total, highest, unit
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "num_items"])
 def _latent(
-    out, partial, lse, queries, pool, tiles, selected, sequences, query_start, query_len,
-    context_len, tables, layer_offset, table_stride, num_splits,
-    DECODE: tl.constexpr, DIRECT: tl.constexpr, TOPK: tl.constexpr, NUM_HEADS: tl.constexpr,
-    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, MIN_KEYS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr,
-    HEAD_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
+    out, results, lse, queries, pool, items, first_items, counts, total, selected, sequences,
+    query_start, query_len, context_len, tables, layer_offset, table_stride, num_items,
+    DECODE: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, TILES: tl.constexpr,
+    TOPK: tl.constexpr, NUM_HEADS: tl.constexpr, RANK: tl.constexpr, ROPE_DIM: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_ROPE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    MIN_KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr, PLANE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of rows, of a work list or, in decode, of a sequence and one split of its
-    context."""
+    """One program: a tile of rows, of a work list or, in decode, of one split after another. TILES
+    programs take the same splits."""
     if DECODE:
-        seq, first_row, split = tl.program_id(1), tl.program_id(0) * BLOCK_M, tl.program_id(2)
-    else:
-        seq = tl.load(tiles + 2 * tl.program_id(0))
-        first_row, split = tl.load(tiles + 2 * tl.program_id(0) + 1), 0
-    count, context = tl.load(query_len + seq), tl.load(context_len + seq)
-    keys_each = split_keys(context, num_splits, BLOCK_N, MIN_KEYS)
-    first = split * keys_each
-    if DECODE:  # noqa: SIM102 - known at compile time
-        if (count != 1) | (first >= context):
-            return
-    row = first_row + tl.arange(0, BLOCK_M)
-    positions = context - count + row // NUM_HEADS
-    token = (tl.load(query_start + seq) + row // NUM_HEADS).to(tl.int64)
-    vector = (token * NUM_HEADS + row % NUM_HEADS)[:, None]
-    dims, behind = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
-    is_row = row < count * NUM_HEADS
-    inside = is_row[:, None] & (dims < RANK)[None, :]
-    kind: tl.constexpr = tl.float16 if FP8 else queries.dtype.element_ty
-    at = queries + vector * (RANK + ROPE_DIM)
-    query = tl.load(at + dims[None, :], mask=inside, other=0.0).to(kind)
-    rope_inside = is_row[:, None] & (behind < ROPE_DIM)[None, :]
-    query_rope = tl.load(at + RANK + behind[None, :], mask=rope_inside, other=0.0).to(kind)
-    farthest = context - count + (first_row + BLOCK_M - 1) // NUM_HEADS
-    last = tl.minimum(farthest + 1, context)
-    diagonal = (context - count + first_row // NUM_HEADS + 1) // BLOCK_N * BLOCK_N
-    if DECODE:
-        last = tl.minimum(first + keys_each, context)
-        diagonal = last // BLOCK_N * BLOCK_N
-    acc = tl.zeros((BLOCK_M, BLOCK_RANK), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    highest = tl.zeros((BLOCK_M,), dtype=tl.float32) + LOWEST
-    unit = context * 0
-    of = seq
-    if TOPK:
-        of = tl.load(sequences + seq)
-        selected += seq.to(tl.int64) * TOPK
-    table, latents = tables + of.to(tl.int64) * table_stride, pool + layer_offset
-    acc, total, highest, unit = _attend(
-        acc, total, highest, unit, query, query_rope, latents, table, selected, positions, first,
-        diagonal, False, TOPK, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N,
-        BLOCK_STRIDE, BLOCK_SIZE, FP8,
-    )  # fmt: skip
-    acc, total, highest, unit = _attend(
-        acc, total, highest, unit, query, query_rope, latents, table, selected, positions, diagonal,
-        last, True, TOPK, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP, BLOCK_N,
-        BLOCK_STRIDE, BLOCK_SIZE, FP8,
-    )  # fmt: skip
-    acc = attended(acc, total, unit, FP8)
-    if DIRECT:
+        num_items = tl.load(total)
+    each = tl.num_programs(0) // TILES
+    # What is the same in each round is computed again: kept, it would be spilled.
+    for item in tl.range(tl.program_id(0) // TILES, num_items, each, disable_licm=True):
+        seq, first_row = tl.load(items + 2 * item), tl.load(items + 2 * item + 1)
+        context, first, count, split = tl.load(context_len + seq), 0, 1, 0
+        if DECODE:
+            split, first_row = first_row, tl.program_id(0) % TILES * BLOCK_M
+            keys_each = split_keys(context, MOST, BLOCK_N, MIN_KEYS)
+            first = split * keys_each
+            last = tl.minimum(first + keys_each, context)
+            diagonal = last // BLOCK_N * BLOCK_N
+        else:
+            count = tl.load(query_len + seq)
+            farthest = context - count + (first_row + BLOCK_M - 1) // NUM_HEADS
+            last = tl.minimum(farthest + 1, context)
+            diagonal = (context - count + first_row // NUM_HEADS + 1) // BLOCK_N * BLOCK_N
+        row = first_row + tl.arange(0, BLOCK_M)
+        positions = context - count + row // NUM_HEADS
+        token = (tl.load(query_start + seq) + row // NUM_HEADS).to(tl.int64)
+        vector = (token * NUM_HEADS + row % NUM_HEADS)[:, None]
+        dims, behind = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
+        is_row = row < count * NUM_HEADS
+        inside = is_row[:, None] & (dims < RANK)[None, :]
+        kind: tl.constexpr = tl.float16 if FP8 else queries.dtype.element_ty
+        at = queries + vector * (RANK + ROPE_DIM)
+        query = tl.load(at + dims[None, :], mask=inside, other=0.0).to(kind)
+        rope_inside = is_row[:, None] & (behind < ROPE_DIM)[None, :]
+        query_rope = tl.load(at + RANK + behind[None, :], mask=rope_inside, other=0.0).to(kind)
+        acc = tl.zeros((BLOCK_M, BLOCK_RANK), dtype=tl.float32)
+        summed = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        highest = tl.zeros((BLOCK_M,), dtype=tl.float32) + LOWEST
+        unit, of, chosen = context * 0, seq, selected
+        if TOPK:
+            of = tl.load(sequences + seq)
+            chosen = selected + seq.to(tl.int64) * TOPK
+        table, latents = tables + of.to(tl.int64) * table_stride, pool + layer_offset
+        acc, summed, highest, unit = _attend(
+            acc, summed, highest, unit, query, query_rope, latents, table, chosen, positions,
+            first, diagonal, False, TOPK, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP,
+            BLOCK_N, BLOCK_STRIDE, BLOCK_SIZE, FP8,
+        )  # fmt: skip
+        acc, summed, highest, unit = _attend(
+            acc, summed, highest, unit, query, query_rope, latents, table, chosen, positions,
+            diagonal, last, True, TOPK, RANK, ROPE_DIM, BLOCK_RANK, BLOCK_ROPE, SCALE, SOFTCAP,
+            BLOCK_N, BLOCK_STRIDE, BLOCK_SIZE, FP8,
+        )  # fmt: skip
+        acc = attended(acc, summed, unit, FP8)
+        if SPLIT:
+            is_whole = tl.load(counts + seq) == 1
+            part = (tl.load(first_items + seq) + split).to(tl.int64) * NUM_HEADS + row
+            at_part = results + part[:, None] * RANK + dims[None, :]
+            tl.store(at_part, acc, mask=inside & (not is_whole))
+            tl.store(lse + part, highest + tl.log2(summed), mask=is_row & (not is_whole))
+            inside = inside & is_whole
         acc = acc.to(out.dtype.element_ty)
         tl.store(out + vector * RANK + dims[None, :], acc, mask=inside)
-    else:
-        part = (seq.to(tl.int64) * NUM_HEADS + row) * num_splits + split
-        tl.store(partial + part[:, None] * RANK + dims[None, :], acc, mask=inside)
-        tl.store(lse + part, highest + tl.log2(total), mask=is_row)

@@ -19,8 +19,14 @@ from kvrelay.engine.kv.spec import KVHeads
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable
+from kvrelay.engine.model.device_memory import most_splits, splits_of
 from kvrelay.engine.model.gpu import experts as mixture
-from kvrelay.engine.model.gpu.attention_decode import decode_attention, decode_splits
+from kvrelay.engine.model.gpu.attention_decode import (
+    Splits,
+    decode_attention,
+    decode_tiling,
+    list_splits,
+)
 from kvrelay.engine.model.gpu.attention_prefill import prefill_attention, prefill_tiles
 from kvrelay.engine.model.gpu.cache_pool import FP8, Pool
 from kvrelay.engine.model.gpu.cache_write import latent_write, rope_write
@@ -29,8 +35,8 @@ from kvrelay.engine.model.gpu.latent import (
     Selected,
     latent_decode,
     latent_prefill,
-    latent_row_tiles,
     latent_tiles,
+    latent_tiling,
 )
 from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
@@ -46,6 +52,7 @@ from kvrelay.engine.model.weights import RecurrentWeights
 
 MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 FP8_CAPABILITY = (8, 9)  # for KV in FP8
+SELECTED_BYTES = 256 << 20  # for results of splits of what tokens have selected
 SCORED_AT_ONCE = 1 << 22  # scores of positions: some 100 MB with what sorts them
 FULL_ROLES = {"logits"}  # their matrices are not quantized
 
@@ -71,10 +78,10 @@ class TritonOps(TensorOps):
         super().__init__(config, dtype, max_positions, pool.device)
         TritonOps.use_pool(self, pool)  # what builds on it is not ready yet
         self._quantization = quantization
-        self._kinds = {config.kv_heads(layer): layer for layer in self._places}
-        # By the shape of heads: sequences with more than one token, and those with one, in so many
-        # splits; None, or 0: there is no such sequence.
-        self._work: dict[KVHeads, tuple[torch.Tensor | None, int]] = {}
+        self._kinds = {self._kind(layer): layer for layer in self._places}
+        # By the shape of heads and the window: tiles of sequences with more than one token, splits
+        # of those with one; None: there is no such sequence.
+        self._work: dict[tuple[KVHeads, int], tuple[torch.Tensor | None, Splits | None]] = {}
         self._sink_queries: torch.Tensor | None = None
         self._recurrent: GpuRecurrent | None = None
         self._chunks: Chunks | None = None
@@ -120,8 +127,13 @@ class TritonOps(TensorOps):
     def begin(self, batch: Batch) -> None:
         c = self._config
         self._batch = batch
-        kinds = self._kinds.items()
-        self._work = {kind: self._work_of(batch, self._pool_of(layer)[0]) for kind, layer in kinds}
+        self._work = {}
+        tiles: dict[KVHeads, torch.Tensor | None] = {}
+        for (heads, window), layer in self._kinds.items():
+            pool = self._pool_of(layer)[0]
+            if heads not in tiles:
+                tiles[heads] = self._tiles_of(batch, pool)
+            self._work[heads, window] = tiles[heads], self._splits_of(batch, pool, window)
         if self._recurrent is not None:
             lists = list_chunks(batch.spans, self._pool.block_size)
             self._chunks = None
@@ -146,19 +158,28 @@ class TritonOps(TensorOps):
         contexts = (batch.positions + 1).clamp(max=topk).int()
         self._alone = rows, torch.ones_like(rows), contexts
 
-    def _work_of(self, batch: Batch, pool: Pool) -> tuple[torch.Tensor | None, int]:
-        """Who does what in layers with heads like those of `pool`."""
-        c, spans, tiles, num_splits = self._config, batch.spans, None, 0
-        longest = max((context for _, count, context in spans if count == 1), default=0)
-        if longest:
-            each = pool.num_kv_heads  # programs of a sequence, for each of its splits
-            if c.latent is not None:
-                each = latent_row_tiles(pool, c.num_heads)
-            num_splits = decode_splits(len(spans), each, longest, self._device)
-        if any(count > 1 for _, count, _ in spans):
-            list_work = prefill_tiles if c.latent is None else latent_tiles
-            tiles = to_device(list_work(spans, c.num_heads, pool), self._device)
-        return tiles, num_splits
+    def _kind(self, layer: int) -> tuple[KVHeads, int]:
+        return self._config.kv_heads(layer), self._config.window_or_chunk(layer)
+
+    def _tiles_of(self, batch: Batch, pool: Pool) -> torch.Tensor | None:
+        c, spans = self._config, batch.spans
+        if all(count == 1 for _, count, _ in spans):
+            return None
+        list_work = prefill_tiles if c.latent is None else latent_tiles
+        return to_device(list_work(spans, c.num_heads, pool), self._device)
+
+    def _splits_of(self, batch: Batch, pool: Pool, window: int) -> Splits | None:
+        contexts = [context if count == 1 else 0 for _, count, context in batch.spans]
+        where = batch.query_len, batch.context_len, contexts
+        return list_splits(*where, *self._split_shape(pool), window)
+
+    def _split_shape(self, pool: Pool) -> tuple[int, int, int]:
+        """Query heads, width of their results, and keys that a program reads at once."""
+        c = self._config
+        if c.latent is not None:
+            return c.num_heads, c.latent.rank, latent_tiling(pool, c.num_heads).block_n
+        tiling = decode_tiling(pool, c.num_heads // pool.num_kv_heads)
+        return c.num_heads, pool.value_dim, tiling.block_n
 
     def embed(self, table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         return F.embedding(tokens, table)
@@ -295,18 +316,7 @@ class TritonOps(TensorOps):
         shape = (len(queries), c.num_heads, c.latent.rank)
         out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
         if selected is not None:
-            pool, place = self._pool_of(layer)
-            tiles, topk = latent_row_tiles(pool, c.num_heads), selected.positions.shape[1]
-            where = selected.query_start, selected.query_len, selected.context_len
-            latent_decode(
-                *(out, queries.contiguous(), pool, place, *where),
-                batch.tables_of(self._places[layer][0]),
-                rank=c.latent.rank,
-                scale=c.score_scale,
-                softcap=c.attention_softcap,
-                num_splits=decode_splits(len(queries), tiles, topk, self._device),
-                selected=selected,
-            )
+            self._attend_to(out, queries.contiguous(), layer, selected)
             return out
         self._attend(
             latent_decode,
@@ -319,6 +329,31 @@ class TritonOps(TensorOps):
             softcap=c.attention_softcap,
         )
         return out
+
+    def _attend_to(
+        self, out: torch.Tensor, queries: torch.Tensor, layer: int, selected: Selected
+    ) -> None:
+        """So many tokens at a time as there is memory for results of their splits."""
+        c, batch, (pool, place) = self._config, self._batch, self._pool_of(layer)
+        assert batch is not None
+        assert c.latent is not None
+        topk, shape = selected.positions.shape[1], self._split_shape(pool)
+        each = splits_of(topk, most_splits(*shape[:2])) * shape[0] * (shape[1] + 1) * 4
+        at_once = max(1, SELECTED_BYTES // each)
+        for first in range(0, len(queries), at_once):
+            part = selected.part(slice(first, first + at_once))
+            where = part.query_len, part.context_len, [topk] * len(part.query_len)
+            splits = list_splits(*where, *shape)
+            assert splits is not None
+            latent_decode(
+                *(out, queries, pool, place, part.query_start, part.context_len),
+                batch.tables_of(self._places[layer][0]),
+                rank=c.latent.rank,
+                scale=c.score_scale,
+                softcap=c.attention_softcap,
+                splits=splits,
+                selected=part,
+            )
 
     def convolve(
         self, x: torch.Tensor, weights: RecurrentWeights, layer: int, silu: bool
@@ -392,16 +427,13 @@ class TritonOps(TensorOps):
         """Sequences of one token and those of more, each by their kernel, into rows of `out`."""
         batch = self._batch
         assert batch is not None
-        tables = batch.tables_of(self._places[layer][0])
-        where = (batch.query_start, batch.query_len, batch.context_len, tables)
-        (pool, place), (tiles, splits) = (
-            self._pool_of(layer),
-            self._work[self._config.kv_heads(layer)],
-        )
-        if splits:
-            decode(out, queries, pool, place, *where, num_splits=splits, **settings)
+        (pool, place), (tiles, splits) = self._pool_of(layer), self._work[self._kind(layer)]
+        tables, start = batch.tables_of(self._places[layer][0]), batch.query_start
+        rest = batch.context_len, tables
+        if splits is not None:
+            decode(out, queries, pool, place, start, *rest, splits=splits, **settings)
         if tiles is not None:
-            prefill(out, queries, pool, place, tiles, *where, **settings)
+            prefill(out, queries, pool, place, tiles, start, batch.query_len, *rest, **settings)
 
     def _has_sinks(self, layer: int) -> bool:
         return self._config.num_sinks > 0 and self._config.window(layer) > 0

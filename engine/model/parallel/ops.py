@@ -290,7 +290,8 @@ class ParallelOps:
             assert model.recurrent is not None
             own = self._shard.projected(model.recurrent)
             return torch.cat([whole[rows.start : rows.stop] for rows in own])
-        stacked = whole.chunk(ROWS[role])
+        has_gate = model.is_gated or not role.endswith("gate_up")
+        stacked = whole.chunk(ROWS[role] if has_gate else 1)
         return torch.cat([each[part(len(each))] for each in stacked])
 
     def vector(self, weight: torch.Tensor, role: str = "") -> torch.Tensor:
@@ -335,6 +336,9 @@ class ParallelOps:
     def add_linear(self, hidden: torch.Tensor, x: torch.Tensor, matrix: _Matrix) -> None:
         if not matrix.is_sum:
             self._inner.add_linear(hidden, x, matrix.inner)
+            return
+        if hidden.dtype == x.dtype:  # two launches less than adding to zeros
+            hidden += self.linear(x, matrix)
             return
         own = torch.zeros_like(hidden)
         self._inner.add_linear(own, x, matrix.inner)
@@ -383,10 +387,10 @@ class ParallelOps:
         self, gate_up: torch.Tensor, down: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks add up what comes out, so one of them has the second bias."""
-        own = of_halves(gate_up, self._part_of_experts(gate_up.shape[1] // 2))
+        own = of_halves(gate_up, self.expert_part(gate_up.shape[1] // 2))
         return self._inner.expert_biases(own, torch.zeros_like(down) if self._shard.rank else down)
 
-    def _part_of_experts(self, width: int) -> slice:
+    def expert_part(self, width: int) -> slice:
         """A rank's columns of `downs`. Where experts have biases they may be in MXFP4, and these
         are whole groups of that: those beyond `width` are zeros."""
         experts = self._model.experts
@@ -395,17 +399,21 @@ class ParallelOps:
         return self._shard.part(width + more)
 
     def experts(self, gate_ups: Stacked, downs: Stacked) -> Any:
-        part = self._part_of_experts(downs.shape[2])
+        if self._model.experts and downs.shape[2] < self._model.experts.intermediate_size:
+            return self._inner.experts(gate_ups, downs)  # the rank's own alone were read
+        part = self.expert_part(downs.shape[2])
         if (
             isinstance(gate_ups, Packed)
             and isinstance(downs, Packed)
+            and self._model.is_gated
             and downs.cuts_at(part.start)
             and downs.cuts_at(part.stop)
         ):
             return self._inner.experts(gate_ups.of_halves(part), downs.columns(part))
         gate_ups, downs = widened(gate_ups), widened(downs)
         own = F.pad(downs[:, :, part], (0, max(part.stop - downs.shape[2], 0)))
-        return self._inner.experts(of_halves(gate_ups, part), own.contiguous())
+        rows = of_halves(gate_ups, part) if self._model.is_gated else gate_ups[:, part]
+        return self._inner.experts(rows.contiguous(), own.contiguous())
 
     def add_experts(
         self, hidden: torch.Tensor, x: torch.Tensor, layer: Any, routed: torch.Tensor | None = None

@@ -15,7 +15,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cpu":
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kvrelay.engine.model import device_memory  # noqa: E402
+from kvrelay.engine.model.gpu import attention_decode, latent  # noqa: E402
+from kvrelay.engine.model.gpu.attention_decode import list_splits  # noqa: E402
 from kvrelay.engine.model.gpu.cache_pool import Pool  # noqa: E402
+
+
+def split_early(monkeypatch, keys=32, most=3):
+    """Contexts that an interpreter can read are split."""
+    for module in (device_memory, attention_decode, latent):
+        monkeypatch.setattr(module, "MIN_KEYS", keys)
+    monkeypatch.setattr(device_memory, "MAX_SPLITS", most)
 
 
 @dataclass
@@ -38,6 +48,15 @@ class Paged:
     @property
     def tensors(self) -> tuple:
         return self.query_start, self.query_len, self.context_len, self.block_tables
+
+    @property
+    def of_decodes(self) -> tuple:
+        return self.query_start, self.context_len, self.block_tables
+
+    def splits(self, num_heads, width, block_n, window=0):
+        contexts = [context if count == 1 else 0 for _, count, context in self.spans]
+        sizes = num_heads, width, block_n
+        return list_splits(self.query_len, self.context_len, contexts, *sizes, window)
 
 
 def paged(

@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.engine.adapters import Adapter, AdapterError, read_adapter
 from kvrelay.engine.kv.spec import KVHeads, KVSpec
@@ -17,7 +18,7 @@ from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.parallel.ops import Group, Meeting, Member
+from kvrelay.engine.model.parallel.ops import Group, Meeting, Member, ParallelOps
 from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.model.stacked import Packed
@@ -261,7 +262,7 @@ def test_two_ranks_compute_what_one_process_does(family, checkpoint_of, tmp_path
     "family",
     [
         *("qwen2", "mixtral", "deepseek3", "gpt-oss", "llama4", "mimo-v2"),
-        *("gemma4-sparse", "falcon-h1-norm"),
+        *("gemma4-sparse", "falcon-h1-norm", "nemotron-h"),
     ],
 )
 def test_without_kernels_too(family, checkpoint_of, tmp_path, monkeypatch):
@@ -360,3 +361,50 @@ def test_a_rank_that_has_read_its_weights_waits_for_the_slowest(tmp_path):
             waiting.result(0.2)
         second.wait_for_all()
         waiting.result(10.0)
+
+
+def test_ranks_stack_only_their_part_of_each_expert(checkpoint_of, tmp_path, monkeypatch):
+    """A whole layer of a large model is tens of gigabytes."""
+    path, stacked, plain = checkpoint_of("qwen3-moe"), [], ParallelOps.experts
+
+    def experts(ops, gate_ups, downs):
+        stacked.append((gate_ups.shape, downs.shape))
+        return plain(ops, gate_ups, downs)
+
+    monkeypatch.setattr(ParallelOps, "experts", experts)
+    compare(path, Ranks(path, 2, tmp_path / "meeting"))
+    config = read_config(path)
+    number, width = config.experts.num_experts, config.experts.intermediate_size // 2
+    sizes = (number, 2 * width, config.hidden_size), (number, config.hidden_size, width)
+    assert set(stacked) == {sizes}
+
+
+class Calls(TorchDispatchMode):
+    """Names of torch's operations, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_ranks_sum_is_multiplied_and_added_with_nothing_between(checkpoint_of, tmp_path):
+    """A GPU launches each of these for every layer and matrix."""
+    config = read_config(checkpoint_of("llama"))
+    spec = config.kv_spec(16, "float32")
+    shape = (2, spec.num_layers, spec.num_planes, spec.num_kv_heads, 16, spec.head_dim)
+    inner = TorchOps(config, torch.zeros(shape), torch.float32, 64)
+    group = Group(Shard(0, 1), Meeting(str(tmp_path / "meeting")), CPU)
+    ops = ParallelOps(inner, group, config)
+    weight, x = torch.randn(config.hidden_size, 48), torch.randn(3, 48)
+    matrix, hidden = ops.matrix(weight, None, "out"), torch.randn(3, config.hidden_size)
+    expected = hidden + x @ weight.T
+    with Calls() as calls:
+        ops.add_linear(hidden, x, matrix)
+    torch.testing.assert_close(hidden, expected)
+    computing = ("mm", "addmm", "addmm_", "add", "add_", "zeros_like")
+    assert [name for name in calls.names if name in computing] == ["mm", "add_"]

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from kvrelay.engine.model.cpu import kernels
-from kvrelay.engine.model.device_memory import RESERVE_BYTES, DeviceMemory, spread
+from kvrelay.engine.model.device_memory import (
+    RESERVE_BYTES,
+    DeviceMemory,
+    split_bytes,
+    spread,
+)
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.gpu import steps as gpu_steps
 from kvrelay.engine.model.gpu.penalties import DeviceCounts
@@ -103,8 +108,9 @@ def fitted_and_given(
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 6, "gpu_memory_utilization": 1.0}
     options |= {"dtype": "float32", "device": "cpu"}
     given = made_by(path, *sections(options | {"num_blocks": 40}))
-    counts = DeviceCounts.size(2, given.config.vocab_size)
-    with_room(patch, 40 * given.kv_spec.bytes_per_block + counts)
+    beside = DeviceCounts.size(2, given.config.vocab_size)
+    beside += split_bytes(given.config, 2, given.config.max_position_embeddings)
+    with_room(patch, 40 * given.kv_spec.bytes_per_block + beside)
     return made_by(path, *sections(options | {"num_blocks": 0})), given
 
 
