@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from hashlib import blake2b, shake_256
 from typing import NamedTuple
 
-from kvrelay.engine.needs import key_of
-
 FIRST_STAND_IN = 1 << 31  # no vocabulary has so many tokens; a token's number is below 1 << 32
 DIGEST_BYTES = 32
+KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +59,19 @@ class Images:
             first = end
             while end < limit and prompt[end] >= FIRST_STAND_IN:
                 end += 1
-            found.append(PlacedImage(key_of(image.digest), end, end - first))
+            found.append(PlacedImage(image_key(image.digest), end, end - first))
         return found
+
+
+def image_key(digest: bytes) -> int:
+    """The number by which workers and requests are matched."""
+    return int.from_bytes(digest[:KEY_BYTES])
 
 
 class PlacedImage(NamedTuple):
     """An image in a prompt, for those who only compare it with others."""
 
-    key: int  # of its digest, as `engine.needs.key_of`
+    key: int  # what `image_key` gives for its digest
     end: int  # index of the token behind its last one
     num_tokens: int
 

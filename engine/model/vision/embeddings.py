@@ -15,9 +15,8 @@ from time import perf_counter
 
 import torch
 
-from kvrelay.engine.images import Image, KeptImages
+from kvrelay.engine.images import Image, KeptImages, image_key
 from kvrelay.engine.model.vision.pictures import ImageError
-from kvrelay.engine.needs import key_of
 
 IDLE_WAIT_S = 0.05  # for one that is encoded, where a step has nothing else to do
 MAX_PUBLISHED = 256  # the last that were used
@@ -90,7 +89,7 @@ class Embeddings:
     def kept(self) -> KeptImages:
         """What is reported to routers, the last that were used first."""
         recent = sorted(self._entries.items(), key=lambda item: -item[1].used)[:MAX_PUBLISHED]
-        return KeptImages(tuple(key_of(digest) for digest, _ in recent), self._token_s)
+        return KeptImages(tuple(image_key(digest) for digest, _ in recent), self._token_s)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._entries

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvrelay.engine.images import Image, KeptImages
+from kvrelay.engine.images import Image, KeptImages, image_key
 from kvrelay.engine.model.vision.embeddings import MAX_PUBLISHED, Embeddings, Wanted
 from kvrelay.engine.model.vision.pictures import ImageError
-from kvrelay.engine.needs import key_of
 
 SIZE = 100
 DEADLINE_S = 20.0
@@ -114,7 +113,7 @@ def test_routers_hear_of_the_last_ones_and_of_the_time_that_a_token_takes() -> N
     times = iter([0.0, 4.0, 10.0, 11.0])
     kept = Embeddings(Encoder(), 1 << 20, lambda: next(times))
     assert kept.kept() == KeptImages()
-    keys = {name: key_of(Image.of(name).digest) for name in (b"a", b"b")}
+    keys = {name: image_key(Image.of(name).digest) for name in (b"a", b"b")}
     settled(kept, {0: wanted(b"a")})
     assert kept.kept() == KeptImages((keys[b"a"],), 2.0), "two tokens took four seconds"
     settled(kept, {0: wanted(b"b")})
@@ -124,4 +123,4 @@ def test_routers_hear_of_the_last_ones_and_of_the_time_that_a_token_takes() -> N
     settled(full, {0: wanted(*(bytes([n, 2]) for n in range(200)))})
     found = full.kept().keys
     assert len(found) == MAX_PUBLISHED
-    assert {key_of(Image.of(bytes([n, 2])).digest) for n in range(200)} <= {*found}
+    assert {image_key(Image.of(bytes([n, 2])).digest) for n in range(200)} <= {*found}
