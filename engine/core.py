@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from kvrelay.engine.config import WorkerConfig
 from kvrelay.engine.cost import StepTiming
+from kvrelay.engine.images import KeptImages
 from kvrelay.engine.kv.block_hash import HASH_BYTES, BlockChain
 from kvrelay.engine.kv.cache_manager import KVCacheManager
 from kvrelay.engine.kv.events import KVPublisher
@@ -53,6 +54,7 @@ class EngineCore:
         self.counters: dict[str, float] = {}
         self.timing = StepTiming(config)
         self.loaded = Loaded()
+        self.kept_images = KeptImages()
         self.watch = StepWatch(config)
         self.now = 0.0  # when the message came that is being handled
         self.compute_with(config.kv_root, config.weights.name)
@@ -206,6 +208,7 @@ class EngineCore:
         if done.error is None and not is_check:
             self._count_step(step, done)
         self.loaded = done.loaded or self.loaded
+        self.kept_images = done.kept_images or self.kept_images
         for index, (encoded, found) in done.images.items():
             seq = self.scheduler.in_flight[0].seqs[index]
             seq.images = seq.images[0] + encoded, seq.images[1] + found
@@ -375,6 +378,8 @@ class EngineCore:
             num_host_lacking=lower.num_lacking(Tier.HOST) if lower else 0,
             loaded=self.loaded.digests,
             load_s=self.loaded.load_s,
+            images=self.kept_images.keys,
+            image_token_s=self.kept_images.token_s,
             links=links,
             **{name: value for plug in self.plugs for name, value in plug.facts().items()},
         )

@@ -13,9 +13,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, shake_256
+from typing import NamedTuple
 
 FIRST_STAND_IN = 1 << 31  # no vocabulary has so many tokens; a token's number is below 1 << 32
 DIGEST_BYTES = 32
+KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,46 @@ class Images:
 
     tokens: tuple[int, ...]
     each: tuple[Image, ...]
+
+    def placed(self, prompt: Sequence[int]) -> list[PlacedImage]:
+        """Where the numbers that stand for them are in `prompt`; empty: it has none of them."""
+        begins, start = list[int](), 0
+        try:
+            for image in self.each:
+                begins.append(prompt.index(image.stand_ins(1)[0], start))
+                start = begins[-1] + 1
+        except ValueError:
+            return []
+        found = []
+        limits = [*begins[1:], len(prompt)]
+        for image, end, limit in zip(self.each, begins, limits, strict=True):
+            first = end
+            while end < limit and prompt[end] >= FIRST_STAND_IN:
+                end += 1
+            found.append(PlacedImage(image_key(image.digest), end, end - first))
+        return found
+
+
+def image_key(digest: bytes) -> int:
+    """The number by which workers and requests are matched."""
+    return int.from_bytes(digest[:KEY_BYTES])
+
+
+class PlacedImage(NamedTuple):
+    """An image in a prompt, for those who only compare it with others."""
+
+    key: int  # what `image_key` gives for its digest
+    end: int  # index of the token behind its last one
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeptImages:
+    """Images whose embeddings a worker keeps or makes, by their keys, and how long it takes to make
+    those of another, for each of its tokens, on average; 0: not known."""
+
+    keys: tuple[int, ...] = ()
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,6 +246,10 @@ class WorkerStats:
     num_weight_changes: Annotated[int, Hidden("the version is shown")] = 0
     fingerprint: Annotated[bytes, Hidden("shown as the layout")] = b""
     weights: Annotated[str, Hidden("shown as the router takes it")] = ""
+    images: Annotated[tuple[int, ...], _FOR_ROUTERS] = ()  # keys of `engine.images.KeptImages`
+    image_token_s: Annotated[
+        float, Fact("time to encode a token of an image, recent", "image_token_seconds")
+    ] = 0.0
 
 
 def no_stats(worker: NodeId, epoch: int) -> WorkerStats:

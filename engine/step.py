@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.engine.images import Images
+from kvrelay.engine.images import Images, KeptImages
 from kvrelay.engine.needs import Loaded, Need
 from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
@@ -200,6 +200,7 @@ class StepDone:
     # Index of a sequence -> how many images' embeddings were begun for it, and how many of those
     # that it had not wanted before were there.
     images: dict[int, tuple[int, int]] = field(default_factory=dict)
+    kept_images: KeptImages | None = None  # None: as before
 
     def fault(self, index: int) -> tuple[Refusal, str] | None:
         """Why the sequence at `index` was left out."""

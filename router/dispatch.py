@@ -463,6 +463,7 @@ class Dispatcher:
             resumes=record.num_output_tokens > 0,
             is_low=record.submit.is_low,
             need=key_of(need.digest) if need else 0,
+            images=record.placed_images,
         )
 
     def held(self, now: float, record: RequestRecord) -> int | None:
@@ -503,7 +504,9 @@ class Dispatcher:
             computed, prefill_s = option.intake.computed, option.seconds.prefill
         else:
             computed, prefill_s = 0, 0.0
-        booked = record.request_id, computed, num_blocks, prefill_s, work.need
+        first = work.num_tokens - computed
+        images = [each.key for each in work.images if each.end > first]
+        booked = record.request_id, computed, num_blocks, prefill_s, work.need, images
         endpoint.book(now, *booked, is_low=work.is_low)
         fleet, until = self._fleets[POOL[info.role]], now + self.index.expected_s
         self._policy.chooser.expect(fleet, endpoint, device // info.block_size, until)

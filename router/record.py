@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from kvrelay.decode_worker.messages import Decode
+from kvrelay.engine.images import PlacedImage
 from kvrelay.engine.kv.block_hash import BlockChain
 from kvrelay.engine.kv.tier import Retention, Tier
 from kvrelay.engine.messages import Abort
@@ -170,6 +171,7 @@ class RequestRecord:
     deadline: float
     queued_at: float
     tokens: list[int] = field(init=False)
+    placed_images: Sequence[PlacedImage] = ()
     attempts: list[Attempt] = field(default_factory=list)
     current: Attempt | None = None  # None: queued
     leaving: Attempt | None = None  # that runs on until `current` has brought a token
@@ -201,6 +203,8 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.submit.tokens)
+        if self.submit.images is not None:
+            self.placed_images = self.submit.images.placed(self.submit.tokens)
 
     @property
     def request_id(self) -> str:

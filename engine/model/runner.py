@@ -406,6 +406,7 @@ class ModelRunner:
             prompts={kept[index]: each for index, each in outputs.items()},
             invalid=invalid | images.failed,
             images=images.counts,
+            kept_images=images.kept,
             waiting=frozenset(waiting),
             unloaded=unloaded,
             loaded=self.loads.held(asked),

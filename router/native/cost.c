@@ -167,6 +167,27 @@ static double evict_s(const cost_model *c, const worker *w, const work *asked) {
     return (asked->num_tokens - held_by(asked, w).device) * c->evicted_token_s;
 }
 
+static bool has_image(const worker *w, uint64_t key) {
+    int64_t low = 0, high = w->num_images;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (w->images[middle] < key)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < w->num_images && w->images[low] == key;
+}
+
+/* Embeddings are needed where tokens of an image are computed; KV of the others is there. */
+static double images_s(const cost_model *c, const worker *w, const work *asked, int64_t computed) {
+    int64_t count = 0, first = asked->num_tokens - computed;
+    for (int64_t i = 0; i < asked->num_images; i++)
+        if (asked->images[i].end > first && !has_image(w, asked->images[i].key))
+            count += asked->images[i].num_tokens;
+    return count == 0 ? 0.0 : count * RATE(c, w, image_token_s);
+}
+
 static placement prefill_with(const cost_model *c, const worker *w, const work *asked,
                               const intake *in) {
     placement p = {.intake = *in};
@@ -185,6 +206,7 @@ static placement prefill_with(const cost_model *c, const worker *w, const work *
     p.seconds.delay = num_behind * p.seconds.prefill;
     p.seconds.stall = p.computing_s * w->beside;
     p.seconds.evict = evict_s(c, w, asked);
+    p.seconds.images = images_s(c, w, asked, in->computed);
     add_terms(c, w, AT_COMPUTING, &p);
     return p;
 }

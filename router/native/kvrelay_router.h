@@ -119,6 +119,7 @@ typedef struct {
     double prefill_tokens_per_s, decode_step_s;
     double read_bytes_per_s, host_read_bytes_per_s, disk_read_bytes_per_s;
     double object_read_bytes_per_s;
+    double image_token_s; /* to encode a token of an image */
     double prompt_weights[NUM_WEIGHTS], decode_weights[NUM_WEIGHTS], prompt_slowdown;
     int64_t num_free_blocks, num_wanted_blocks, num_low_blocks;
     int64_t decoding_tokens, low_decoding_tokens;
@@ -146,6 +147,8 @@ typedef struct worker {
     int64_t low_booked, low_decoding, low_uncounted_blocks;
     double terms[MAX_TERMS]; /* seconds of those that Python computes; as of the last choice */
     prompt_queue *prompts;
+    const uint64_t *images; /* keys of those whose embeddings it has, ascending */
+    int64_t num_images;
     int64_t ranked_busy, ranked_chosen_at, tie_break; /* its key in its fleet */
     int64_t roles;
     bool alive, has_stats, is_ranked;
@@ -216,6 +219,12 @@ typedef struct {
     double lost_share, wait_s;
 } kv_link;
 
+/* An image in a prompt. */
+typedef struct {
+    uint64_t key;
+    int64_t end, num_tokens; /* end: the index behind its last one */
+} placed_image;
+
 /* What is asked for, and where its KV is. */
 typedef struct {
     double now, output_tokens;
@@ -229,13 +238,15 @@ typedef struct {
     int64_t num_fetch_sources;
     const kv_link *links; /* the bad ones */
     int64_t num_links;
+    const placed_image *images;
+    int64_t num_images;
 } work;
 
 /* The terms that are computed here have names; those that Python computes follow them. */
 typedef union {
     struct {
         double queue, load, fetch, prefill, transfer, lost, memory, decode, delay, stall, crowd;
-        double evict;
+        double evict, images;
     };
     double terms[MAX_TERMS];
 } seconds;

@@ -31,6 +31,7 @@ FIRST_RATES = {
     "disk_read_bytes_per_s": 5e8,
     "object_read_bytes_per_s": 1e8,
     "load_s": 0.3,
+    "image_token_s": 0.0,  # until a worker of our engine has encoded one
 }
 CONSTANTS = {
     "handoff_s": 0.01,  # messages and connection of one handoff, whatever its size
@@ -91,6 +92,9 @@ class Seconds(NamedTuple):
     crowd: Annotated[float, Term("longer steps, for each sequence that decodes there")] = 0.0
     # On average, of all that has come to devices.
     evict: Annotated[float, Term("reading back the KV that makes way on its device")] = 0.0
+    images: Annotated[
+        float, Term("encoding its images whose embeddings are not there", COMPUTING)
+    ] = 0.0
     need: Annotated[
         float, Term("loading what it needs, as an adapter", READING, AT_COMPUTING, need_s)
     ] = 0.0

@@ -10,6 +10,7 @@ booked work that they must include is subtracted from them: the rest is other ro
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -72,6 +73,7 @@ class Booking:
     decoding: bool = False
     is_low: bool = False  # its class of service is a low one
     need: int = 0  # the key of what the worker loads for it; 0: nothing
+    images: Sequence[int] = ()  # keys of those that it encodes for it
 
 
 class PromptQueue:
@@ -158,6 +160,7 @@ class Endpoint:
         self.stats: WorkerStats | None = None
         self.bookings: dict[str, Booking] = {}
         self.loaded: set[int] = set()  # keys, as it says, or of what was sent there
+        self.images = frozenset[int]()  # likewise, keys of those whose embeddings are there
         self.failures = 0  # in a row
         self._failed_at = float("-inf")
         self.silent_s = 0.0  # since its last statistics, or since it came up
@@ -166,6 +169,11 @@ class Endpoint:
         self.prompt_tokens = 0  # in requests whose prefix hit this worker has reported
         self.cached_tokens = 0
         self.cached_tokens_by_source: Counter[str] = Counter()
+
+    def _set_images(self, keys: frozenset[int]) -> None:
+        if keys != self.images:
+            self.images, self._keys = keys, ffi.new("uint64_t[]", sorted(keys))
+            self.struct.images, self.struct.num_images = self._keys, len(keys)
 
     def set_role(self, role: Role) -> None:
         self.info = replace(self.info, role=role)
@@ -208,6 +216,7 @@ class Endpoint:
         num_blocks: int,
         prefill_s: float = 0.0,
         need: int = 0,
+        images: Sequence[int] = (),
         *,
         is_low: bool = False,
     ) -> None:
@@ -215,9 +224,13 @@ class Endpoint:
         low class of service: others do not wait for its prompt."""
         assert request_id not in self.bookings, f"{request_id} is booked twice on {self.worker}"
         token_s = prefill_s / max(1, prefill_tokens) / self.prompt_slowdown
-        booking = Booking(now, prefill_tokens, num_blocks, token_s, is_low=is_low, need=need)
+        booking = Booking(
+            now, prefill_tokens, num_blocks, token_s, False, False, is_low, need, images
+        )
         self.bookings[request_id] = booking
         self.loaded.add(need)
+        if images:
+            self._set_images(self.images.union(images))
         struct = self.struct
         struct.num_booked += 1
         struct.low_booked += is_low
@@ -281,6 +294,9 @@ class Endpoint:
         self.struct.last_seen_at = now
         self.loaded = {each.need for each in self.bookings.values()}
         self.loaded.update(map(key_of, stats.loaded))
+        booked = [each.images for each in self.bookings.values() if each.images]
+        if stats.images or booked or self.images:
+            self._set_images(frozenset(stats.images).union(*booked))
         known = [b for b in self.bookings.values() if b.booked_at + SETTLE_S <= now]
         for booking in known:
             if not booking.counted:

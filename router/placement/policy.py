@@ -109,7 +109,8 @@ MAX_CANDIDATES: int = constants.MAX_CANDIDATES  # in a pool
 _ANSWER, _BYTES = ffi.typeof("answer *"), ffi.typeof("uint8_t[]")
 _HELD, _INTAKE = attrgetter(*Held._fields), attrgetter(*Intake._fields[:-1])
 # Fields of a request that native code has by the same names.
-_ASKED = [name for name, _ in ffi.typeof("work").fields if name in {*Work._fields} - {"prompts"}]
+_ARRAYS = {"prompts", "images"}
+_ASKED = [name for name, _ in ffi.typeof("work").fields if name in {*Work._fields} - _ARRAYS]
 _QUESTION = [n for n, _ in ffi.typeof("question").fields if n in {*Work._fields} - {"avoid"}]
 _new = tuple.__new__  # makes a NamedTuple of all its fields in half the time
 
@@ -232,6 +233,9 @@ class Chooser:
         asked.num_links = len(bad)
         if bad:
             asked.links = self._bad_links = ffi.new("kv_link[]", bad)
+        asked.num_images = len(work.images)
+        if work.images:
+            asked.images = self._images = ffi.new("placed_image[]", work.images)
         self._work = work
         self._lib.kvr_look_up(self._address, self._question_address)
 

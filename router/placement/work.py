@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvrelay.engine.images import PlacedImage
 from kvrelay.engine.node import NodeId
 from kvrelay.router.placement.endpoint import Endpoint
 
@@ -46,3 +47,4 @@ class Work(NamedTuple):
     resumes: bool = False  # its client has tokens
     is_low: bool = False  # it is of a low class of service
     need: int = 0  # the key of what has to be loaded for it; 0: nothing
+    images: Sequence[PlacedImage] = ()

@@ -6,7 +6,9 @@ from __future__ import annotations
 import base64
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,18 +25,21 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 MODEL = "seeing"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp(MODEL)
+def settings_of(folder: Path) -> dict[str, object]:
     tiny_qwen_vl.make(folder)
-    settings = {
+    return {
         "model.name": str(folder),
         "model.served_name": MODEL,
         "model.dtype": "float32",
         "engine.num_blocks": 512,
-        "router.policy": "round_robin",  # every prompt is handed over
         "sessions.state_dir": str(folder / "state"),
     }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    settings = settings_of(tmp_path_factory.mktemp(MODEL))
+    settings["router.policy"] = "round_robin"  # every prompt is handed over
     with Served(settings) as served:
         yield served
 
@@ -64,6 +69,14 @@ def images_of(url: str, request_id: str) -> dict[str, int]:
     return found
 
 
+def encoded_by_worker(url: str) -> dict[str, float]:
+    metrics = httpx.get(f"{url}/metrics", timeout=10, auth=OwnKey()).text
+    events = samples(metrics, "kvrelay_worker_events_total")
+    return {
+        labels["worker"]: value for labels, value in events if labels["event"] == "images_encoded"
+    }
+
+
 def test_texts_depend_on_images_of_which_each_is_encoded_once(server: Served) -> None:
     one, two = picture(1), picture(2, 200, 90)
     answers = [asking(server.url, *images) for images in ((one,), (two,), (two, one), ())]
@@ -73,12 +86,7 @@ def test_texts_depend_on_images_of_which_each_is_encoded_once(server: Served) ->
     assert images_of(server.url, answers[2].id) == {"encoded": 0, "found": 2}
     again = asking(server.url, one, text="Say what this is, please.")
     assert images_of(server.url, again.id) == {"encoded": 0, "found": 1}
-    metrics = httpx.get(f"{server.url}/metrics", timeout=10, auth=OwnKey()).text
-    events = samples(metrics, "kvrelay_worker_events_total")
-    by_worker = {
-        labels["worker"]: value for labels, value in events if labels["event"] == "images_encoded"
-    }
-    assert by_worker == {"prefill-0": 2}, "the decode worker has KV alone"
+    assert encoded_by_worker(server.url) == {"prefill-0": 2}, "the decode worker has KV alone"
 
 
 @pytest.mark.parametrize("name", ["decode-0", "prefill-0"])
@@ -115,3 +123,21 @@ def test_what_cannot_be_read_is_refused_in_words(server: Served, image: bytes, t
     with pytest.raises(openai.BadRequestError) as error:
         asking(server.url, image)
     assert told in str(error.value)
+
+
+def test_an_image_in_several_sessions_is_encoded_by_one_of_several_workers(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path) | {"cluster.prefill": 2}
+    large = picture(5, 448, 448)
+    with Served(settings) as served:
+        texts = set()
+        for number in range(6):
+            given: Any = {"prompt_cache_key": f"session-{number}"}
+            text = f"{number} is my session: what is it?"
+            answer = asking(served.url, large, text=text, extra_body=given)
+            texts.add(said(answer))
+            assert images_of(served.url, answer.id) == {
+                "encoded": int(number == 0),
+                "found": int(number > 0),
+            }
+            time.sleep(0.5)  # a worker's statistics come to the routers
+        assert sum(encoded_by_worker(served.url).values()) == 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from random import Random
 
+from kvrelay.engine.images import PlacedImage
 from kvrelay.engine.kv.block_hash import HASH_BYTES
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
@@ -45,6 +46,7 @@ class Todo:
     held: Mapping[NodeId, Held]
     sources: tuple[Endpoint, ...] = ()
     need: int = 0
+    images: tuple[PlacedImage, ...] = ()
 
 
 def work(
@@ -104,7 +106,7 @@ class Chooser:
         models = {worker.model: worker.info.block_size for worker in self.workers}
         prompts = [HashedPrompt(model, size, 1, names) for model, size in models.items()]
         counts = todo.num_tokens, todo.num_tokens, todo.output_tokens, todo.output_tokens
-        return Work(*counts, prompts, need=todo.need)
+        return Work(*counts, prompts, need=todo.need, images=todo.images)
 
     def hold(self, worker: Endpoint, names: bytearray, held: Held) -> None:
         """What it has not said is expected in its device memory."""

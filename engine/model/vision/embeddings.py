@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 
-from kvrelay.engine.images import Image
+from kvrelay.engine.images import Image, KeptImages, image_key
 from kvrelay.engine.model.vision.pictures import ImageError
 
 IDLE_WAIT_S = 0.05  # for one that is encoded, where a step has nothing else to do
+MAX_PUBLISHED = 256  # the last that were used
+SMOOTHING = 0.3  # share that the last image counts, in the mean of times
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,15 @@ class Embeddings:
     Invariant: after `choose`, what is held or made takes at most `max_bytes`, beside what the
     sequences of the step want that have all of theirs, or were the first to lack some."""
 
-    def __init__(self, encode: Callable[[int, Image], torch.Tensor], max_bytes: int) -> None:
+    def __init__(
+        self,
+        encode: Callable[[int, Image], torch.Tensor],
+        max_bytes: int,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         """encode: of an image, by its index in a prompt; may raise ImageError."""
-        self._encode, self._max_bytes = encode, max_bytes
+        self._encode, self._max_bytes, self._clock = encode, max_bytes, clock
+        self._token_s = 0.0
         self._thread = ThreadPoolExecutor(1, "images")
         self._entries: dict[bytes, _Entry] = {}
         self._step = 0
@@ -77,6 +86,11 @@ class Embeddings:
         in the step."""
         return self._entries[digest].future.result()
 
+    def kept(self) -> KeptImages:
+        """What is reported to routers, the last that were used first."""
+        recent = sorted(self._entries.items(), key=lambda item: -item[1].used)[:MAX_PUBLISHED]
+        return KeptImages(tuple(image_key(digest) for digest, _ in recent), self._token_s)
+
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._entries
 
@@ -102,10 +116,17 @@ class Embeddings:
 
     def _begin(self, wanted: Wanted) -> _Entry:
         self._has_room(wanted.nbytes)
-        future = self._thread.submit(self._encode, wanted.index, wanted.image)
+        future = self._thread.submit(self._timed, wanted.index, wanted.image)
         entry = _Entry(future, wanted.nbytes, self._step)
         self._entries[wanted.image.digest] = entry
         return entry
+
+    def _timed(self, index: int, image: Image) -> torch.Tensor:
+        began = self._clock()
+        made = self._encode(index, image)
+        token_s = (self._clock() - began) / max(1, made.shape[1])
+        self._token_s += (SMOOTHING if self._token_s else 1.0) * (token_s - self._token_s)
+        return made
 
     def _has_room(self, nbytes: int) -> bool:
         """Drops what this step does not want until there is; False: there is not."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from kvrelay.engine.images import FIRST_STAND_IN, Image
+from kvrelay.engine.images import FIRST_STAND_IN, Image, KeptImages
 from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.vision.config import Vision
 from kvrelay.engine.model.vision.embeddings import Embeddings, Wanted
@@ -45,6 +45,7 @@ class Prepared:
     waiting: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
     counts: dict[int, tuple[int, int]] = field(default_factory=dict)  # as in StepDone
+    kept: KeptImages | None = None  # likewise
 
 
 class StepImages:
@@ -88,7 +89,8 @@ class StepImages:
             failed |= {at: f"request {seqs[at].request_id}: {text}" for at, text in why.items()}
         begun = self.embeddings.begun if wanted else found
         counts = {at: (begun[at], found[at]) for at in wanted if begun[at] or found[at]}
-        return Prepared(replace(step, seqs=seqs, repeats=1), waiting, failed, counts)
+        shown = replace(step, seqs=seqs, repeats=1)
+        return Prepared(shown, waiting, failed, counts, self.embeddings.kept())
 
     def batch(self, batch: Batch, seqs: Sequence[ScheduledSeq]) -> Batch:
         """`batch`, which is of `seqs`, with what their images make of its rows."""

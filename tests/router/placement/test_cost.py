@@ -70,7 +70,7 @@ def test_every_term_counts_in_the_total_and_some_in_the_first_token() -> None:
     assert terms.total == 2.0 ** len(TERMS) - 1
     read = terms.load + terms.fetch + terms.need
     assert terms.sum_of(READING) == read
-    assert terms.ttft == terms.queue + terms.prefill + read
+    assert terms.ttft == terms.queue + terms.prefill + terms.images + read
 
 
 def test_terms_of_native_code_are_those_without_a_function_in_its_order() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kvrelay.engine.images import Image
-from kvrelay.engine.model.vision.embeddings import Embeddings, Wanted
+from kvrelay.engine.images import Image, KeptImages, image_key
+from kvrelay.engine.model.vision.embeddings import MAX_PUBLISHED, Embeddings, Wanted
 from kvrelay.engine.model.vision.pictures import ImageError
 
 SIZE = 100
@@ -107,3 +107,20 @@ def test_a_failure_is_the_requests_and_is_tried_again(encoder: Encoder) -> None:
     settled(kept, {0: asked[0]})
     assert encoder.encoded.count(b"damaged") >= 2
     assert kept.nbytes == SIZE
+
+
+def test_routers_hear_of_the_last_ones_and_of_the_time_that_a_token_takes() -> None:
+    times = iter([0.0, 4.0, 10.0, 11.0])
+    kept = Embeddings(Encoder(), 1 << 20, lambda: next(times))
+    assert kept.kept() == KeptImages()
+    keys = {name: image_key(Image.of(name).digest) for name in (b"a", b"b")}
+    settled(kept, {0: wanted(b"a")})
+    assert kept.kept() == KeptImages((keys[b"a"],), 2.0), "two tokens took four seconds"
+    settled(kept, {0: wanted(b"b")})
+    assert kept.kept() == KeptImages((keys[b"b"], keys[b"a"]), 2.0 + 0.3 * (0.5 - 2.0))
+    full = Embeddings(Encoder(), 1 << 20)
+    settled(full, {0: wanted(*(bytes([n, 1]) for n in range(200)))})
+    settled(full, {0: wanted(*(bytes([n, 2]) for n in range(200)))})
+    found = full.kept().keys
+    assert len(found) == MAX_PUBLISHED
+    assert {image_key(Image.of(bytes([n, 2])).digest) for n in range(200)} <= {*found}
