@@ -173,6 +173,8 @@ def _planned(
         form = form_of(path, config.model, engines[Role.DECODE], on_gpu=on_gpu)
         return _planned_by_vllm(config, path, engines, form, on_gpu)
     model, section = model_config(path, config.engine), config.model
+    if section.device == "cpu" or (is_here and not on_gpu):
+        _check_sizes(config, engines)
     for role, engine in engines.items():
         check_divides(model, engine.tensor_parallel_size, size_setting(config, role))
         if engine.drafter:
@@ -183,6 +185,19 @@ def _planned(
     plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}
     lengths = (resolve_max_model_len(model, engines[role], plans[role]) for role in engines)
     return _Planned(plans, min(lengths), shape=model)
+
+
+def _check_sizes(config: Config, engines: Mapping[Role, EngineSection]) -> None:
+    """On CPUs. Raises BuildError where workers of the two pools would say other tokens."""
+    sizes = {role: engine.tensor_parallel_size for role, engine in engines.items()}
+    kept = config.model.quantization
+    if kept == "none" or len(set(sizes.values())) == 1:
+        return
+    found = " and ".join(f"{size_setting(config, role)} = {sizes[role]}" for role in sizes)
+    raise BuildError(
+        f"{found} differ, and with model.quantization = {kept!r} the number of ranks changes tokens"
+        " on CPUs: give both pools one size, or set model.quantization = 'none'"
+    )
 
 
 def _check_parsers(config: Config, path: Path, progress: Progress) -> None:

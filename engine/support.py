@@ -204,7 +204,7 @@ DRAFTERS = (Capability.HEAD_DRAFTS, Capability.MODEL_DRAFTS, Capability.MTP_DRAF
 _NOT_VERIFIED = "draft tokens are not verified"
 _OF_MODEL = "drafters need one process on a CPU, whose kernels run all layers at once"
 _ALL_WINDOWS = "all layers have a window, behind which no block stays for a drafter to read"
-_IN_PLACE = "weights change in place in one process on a CPU: restart the server with them instead"
+_IN_PLACE = "weights change in place on CPUs: restart the server with them instead"
 _EXACT = "KV stays exact: only keys and values in 16 or 32 bits, of one shape, are kept in four"
 _CODE = "it says which code runs, so only the server's file and command line may"
 _FILES = "servers of one cluster.name read [[models]] of their files: change those, then restart"
@@ -271,7 +271,6 @@ RULES: dict[Capability, tuple[No, ...]] = {
     Capability.SESSIONS: _OF_TIERS,
     Capability.WEIGHT_UPDATES: (
         _no("engine", _NOT_KEPT, Trait.VLLM, how=How.PART),
-        _no("ranks", _IN_PLACE, Trait.RANKS),
         _no("device", _IN_PLACE, Trait.GPU),
         _no("states", _KEEP_MODE, Trait.STATES, how=How.PART),
     ),

@@ -28,10 +28,8 @@ from kvrelay.engine.node import Node
 from kvrelay.engine.step import Step
 from kvrelay.engine.support import (
     Capability,
-    engine_traits,
     no_to,
     notices_of,
-    refusal_of,
     tiers_of,
 )
 from kvrelay.kvtransfer.agent import StoreIndex
@@ -148,7 +146,6 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
     at_low_priority(lambda: import_module("kvrelay.engine.model.runner"))
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.step_executor import StepExecutor
-    from kvrelay.engine.model.versions import Versions
     from kvrelay.kvtransfer.agent import AgentError
 
     model, engine, on_gpu = spec.model, spec.engine.sized(gpu=spec.on_gpu), spec.on_gpu
@@ -191,7 +188,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         close=ranks.close if ranks else None,
         prepare_grammar=runner.grammars.prepare,
         is_device_lost=runner.is_device_lost,
-        change_weights=Versions(runner).change,
+        change_weights=_versions(runner, parallel).change,
         num_passed=runner.num_passed,
         abandon=(lambda _: None) if parallel else runner.abandon,
     )
@@ -233,6 +230,17 @@ def with_tiers(plan: KVPlan, spec: WorkerSpec) -> KVPlan:
     return plan
 
 
+def _versions(runner: Any, parallel: ParallelRunner | None) -> Any:
+    """What changes weights in place, as `engine.model.versions.Versions`."""
+    if parallel is None:
+        from kvrelay.engine.model.versions import Versions
+
+        return Versions(runner)
+    from kvrelay.engine.model.parallel.updates import LeaderVersions
+
+    return LeaderVersions(parallel)
+
+
 def open_runner(
     spec: WorkerSpec, path: Path, companion: MakeRankTransfers | None = None
 ) -> tuple[Any, Any]:
@@ -246,10 +254,6 @@ def open_runner(
         read = partial(read_weights, spec.weights) if spec.weights else None
         make = partial(ModelRunner, path, spec.model, spec.engine, read=read)
         return at_low_priority(make), None
-    traits = engine_traits(spec.engine, on_gpu=spec.on_gpu)
-    why = refusal_of(Capability.WEIGHT_UPDATES, traits)
-    if spec.weights is not None and why:
-        raise ModelError(f"{spec.weights.name}: {why}")
     from kvrelay.engine.model.parallel.runner import ParallelRunner
 
     runner = ParallelRunner(
@@ -260,5 +264,6 @@ def open_runner(
         host=spec.host,
         further=spec.rank_hosts,
         find_model=spec.find_model,
+        weights=spec.weights,
     )
     return runner, runner

@@ -5,7 +5,6 @@ second one computes the steps of low priority."""
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from kvrelay.engine.host import Deliver
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.step_executor import StepExecutor
 from kvrelay.engine.node import Effect, NodeId
+from kvrelay.engine.priority import lower_priority
 from kvrelay.engine.step import (
     AbandonStep,
     AskProgress,
@@ -50,16 +50,6 @@ CLOSE_S = 15.0
 T = TypeVar("T")
 R = TypeVar("R")
 JoinRanks = Callable[[Deliver], RankAnswers]
-
-NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
-MOST_NICENESS = 19  # that there is
-
-
-def lower_priority() -> None:
-    """The calling thread, and those that it will start, let others of the machine go first."""
-    thread = threading.get_native_id()
-    niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
-    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MOST_NICENESS))
 
 
 def at_low_priority(call: Callable[[], T]) -> T:

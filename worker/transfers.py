@@ -189,7 +189,8 @@ def _config_of(spec: WorkerSpec, path: Path, plan: KVPlan, runner: Any) -> Worke
     model = model_config(path, spec.engine)
     # On a GPU both may follow from the memory that was left.
     plan, max_model_len = replace(plan, num_blocks=len(runner.kv_pool)), runner.max_model_len
-    quantization = scheme(spec.model.quantization, "cuda" if spec.on_gpu else "cpu")
+    device, num_ranks = "cuda" if spec.on_gpu else "cpu", spec.engine.tensor_parallel_size
+    quantization = scheme(spec.model.quantization, device, num_ranks)
     dtype = "" if spec.engine.kv_dtype == "auto" else spec.model.dtype
     digest = model.digest(path, max_model_len, quantization, dtype=dtype)
     config = worker_config(spec, plan, max_model_len, digest)

@@ -98,13 +98,17 @@ def _has_steps(groups: torch.Tensor) -> bool:
     return bool((off < _OFF_STEP).float().mean() > 0.5)
 
 
-def scheme(quantization: str, device_type: str) -> str:
+def scheme(quantization: str, device_type: str, num_ranks: int = 1) -> str:
     """How weights and inputs are quantized, for the fingerprint of the KV. `device_type`: "cpu" or
-    "cuda"."""
+    "cuda". Where inputs are rounded, the number of ranks is a part of it: each adds up its own
+    columns, and a sum in another order may be rounded to another step."""
     if quantization in ("none", "fp8"):
         return quantization
     bits = {"int8": 11, "int4": 8}[quantization]
-    return f"{quantization} weights" + (f", {bits}-bit inputs" if device_type == "cpu" else "")
+    named = f"{quantization} weights"
+    if device_type != "cpu":
+        return named
+    return f"{named}, {bits}-bit inputs" + (f", {num_ranks} ranks" if num_ranks > 1 else "")
 
 
 def round_inputs(x: torch.Tensor, bits: int = 8) -> torch.Tensor:

@@ -134,7 +134,7 @@ class ModelRunner:
         self._slots: Slots | None = None
         self._draft_s = 0.0  # that the drafter has taken of the step
         with torch.inference_mode():
-            own = self._own_ops = self._ops(threads)
+            own = self.own_ops = self._ops(threads)
             self._use_states()
             ops = own if member is None else member.ops(own, self.config)
             self.model_dir, self.ops = model_dir, ops
@@ -154,7 +154,7 @@ class ModelRunner:
     @property
     def traits(self) -> frozenset[Trait]:
         """What decides which capabilities it has."""
-        torch_only = isinstance(self._own_ops, TorchOps)
+        torch_only = isinstance(self.own_ops, TorchOps)
         own = kv_traits(self.kv_spec) | ({Trait.TORCH} if torch_only else set())
         return self._first_traits | own
 
@@ -256,20 +256,22 @@ class ModelRunner:
         """How many layers steps have passed until now; for any thread, while one runs."""
         return self._decoder.num_passed + self.ops.num_passed
 
-    def replace_weights(self, weights: Weights, block_ids: Sequence[int]) -> None:
-        """Compute with others, while no step runs, once they have sampled a token that is one;
-        `block_ids`: a row of blocks for that. Raises ModelError: nothing has changed."""
+    def swap_weights(self, weights: Weights) -> Callable[[], None]:
+        """Compute with others from now on, while no step runs. The call that is returned goes back
+        to those before. Raises ModelError: nothing has changed."""
         drafting = self._drafter, self._slots
         before = self._decoder, self._decode, self.loads, self._images, self.no_images
-        share = ScheduledSeq("probe", [0], 0, [*block_ids], True, GREEDY, [0], 1)
-        try:
-            self._install(weights)
-            if (fault := self.execute(Step(-1, [share])).fault(0)) is not None:
-                raise ModelError(f"the new weights do not answer: {fault[1]}")
-        except Exception:
+
+        def undo() -> None:
             self._drafter, self._slots = drafting
             self._decoder, self._decode, self.loads, self._images, self.no_images = before
+
+        try:
+            self._install(weights)
+        except Exception:
+            undo()
             raise
+        return undo
 
     def _identity(self, path: Path) -> WeightsIdentity | None:
         """Names what a process that this one was forked from may have kept; None: it keeps nothing
@@ -537,7 +539,7 @@ class ModelRunner:
         units = shard.stored_units(self.config)
         first = shard.rank * layout.num_units - units.start
         places = self.config.state_places(self._whole_spec)
-        self._own_ops.use_states(StatePool(blocks, layout, places, (len(units), first)))
+        self.own_ops.use_states(StatePool(blocks, layout, places, (len(units), first)))
 
     def _fit_pool(self, ops: Any) -> None:
         """Make the pool of what memory is left. Raises ModelError."""

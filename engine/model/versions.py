@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,8 @@ from kvrelay.engine.model.checkpoint.version import find_version, read_version
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.errors import ModelError
+from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.step import ScheduledSeq, Step
 from kvrelay.engine.support import Capability, refusal_of
 from kvrelay.engine.weights import (
     LoadWeights,
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.weights import Weights
 
+GREEDY = SamplingParams(temperature=0.0)
 logger = logging.getLogger(__name__)
 
 
@@ -36,8 +40,8 @@ def read_weights(version: WeightVersion, runner: ModelRunner) -> Weights:
     before = versions_of(files_of(folder))
     if read_version(folder).digest != version.digest:
         raise ModelError(f"{folder} was changed while it was read: start again")
-    if isinstance(runner.ops, CpuOps):
-        runner.ops.use_new_chunks()
+    if isinstance(runner.own_ops, CpuOps):
+        runner.own_ops.use_new_chunks()
     weights = load_weights(folder, runner.config, runner.ops, lambda _: None)
     check_unchanged(before, files_of(folder))
     return weights
@@ -58,15 +62,41 @@ class Versions:
             if why := refusal_of(Capability.WEIGHT_UPDATES, self._runner.traits):
                 pass
             elif isinstance(request, UseWeights):
-                weights, self._next = self._next, None
-                assert weights is not None
-                self._runner.replace_weights(weights, request.block_ids)
+                self._use(request)
             else:
-                with torch.inference_mode():
-                    self._next = read_weights(request.version, self._runner)
+                self.load(request)
         except Exception as error:  # whatever is wrong with the files, the old ones are there
             logger.warning("weights are not changed", exc_info=error)
             why = " ".join(str(error).splitlines()[:1]) or type(error).__name__
         if isinstance(request, UseWeights):
             return WeightsUsed(request.digest, why)
         return WeightsLoaded(request.version.digest, why, time.monotonic() - began)
+
+    def load(self, request: LoadWeights) -> None:
+        """Beside the steps. Raises ModelError, OSError."""
+        with torch.inference_mode():
+            self._next = read_weights(request.version, self._runner)
+
+    def swap(self) -> Callable[[], None]:
+        """Compute with what was loaded; as `ModelRunner.swap_weights`."""
+        weights, self._next = self._next, None
+        assert weights is not None
+        return self._runner.swap_weights(weights)
+
+    def forget(self) -> None:
+        """What was loaded is not used."""
+        self._next = None
+
+    def _use(self, request: UseWeights) -> None:
+        undo = self.swap()
+        try:
+            self._probe(request)
+        except Exception:
+            undo()
+            raise
+
+    def _probe(self, request: UseWeights) -> None:
+        """Raises ModelError unless the new weights sample a token that is one."""
+        share = ScheduledSeq("probe", [0], 0, [*request.block_ids], True, GREEDY, [0], 1)
+        if (fault := self._runner.execute(Step(-1, [share])).fault(0)) is not None:
+            raise ModelError(f"the new weights do not answer: {fault[1]}")

@@ -28,10 +28,10 @@ from kvrelay.cluster.prepare import prepare_model
 from kvrelay.engine.host import LoopThread
 from kvrelay.engine.kv.events import KVSnapshotRequest
 from kvrelay.engine.model.runner import ModelRunner
+from kvrelay.engine.priority import NICENESS
 from kvrelay.engine.wire.wire import Wire
 from kvrelay.kvtransfer.movers.nixl import NixlAgent
 from kvrelay.lab.profiling.forward import PassRunner, ProfileError, running
-from kvrelay.worker.threads import NICENESS
 
 NAME, ASKER = "profile-neighbour", "profile"
 LOOPBACK = "127.0.0.1"

@@ -215,6 +215,8 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.WEIGHT_UPDATES: {
         "one process": "local/test_local_weights.py"
         "::test_sixteen_streams_go_on_while_the_weights_change",
+        "ranks": "local/test_local_weights.py"
+        "::test_ranks_change_between_the_same_two_steps_or_not_at_all",
     },
     C.SCALING: {
         "one process": "cluster/scaling/test_autoscaling.py"

@@ -54,7 +54,7 @@ from kvrelay.engine.weights import LoadWeights, UpdateMode, UpdateWeights, Weigh
 from kvrelay.kvtransfer.agent import AgentError
 from kvrelay.kvtransfer.movers import object as object_tier
 from kvrelay.kvtransfer.movers.opening import TierSettings
-from kvrelay.worker.build import build, open_runner
+from kvrelay.worker.build import build
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.node import Worker
 from kvrelay.worker.spec import BuildOptions, WorkerSpec
@@ -253,10 +253,7 @@ def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.Mon
     return line
 
 
-def of_weights(no: No, make: Make) -> str:
-    if T.RANKS in no.where:
-        spec = replace(spec_of(make("llama"), tensor_parallel_size=2), weights=VERSION)
-        return error_of(lambda: open_runner(spec, Path(spec.model_dir)))
+def of_weights(no: No) -> str:
     if T.GPU in no.where:
         runner = cast(Any, SimpleNamespace(traits=frozenset({T.GPU})))
         return Versions(runner).change(LoadWeights(VERSION)).why
@@ -300,7 +297,7 @@ def said(
         case C.SCALING:
             return of_scaling(no, make, monkeypatch)
         case C.WEIGHT_UPDATES:
-            return of_weights(no, make)
+            return of_weights(no)
         case C.MODEL_CHANGES:
             return of_model_changes(no)
         case _:

@@ -254,6 +254,42 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_starts
     assert prepare_model(one_pool, 1, lambda _news: None).plan.num_ranks == 1
 
 
+def test_pools_of_quantized_weights_have_one_size(model_dir: Path) -> None:
+    """On CPUs, where the number of ranks changes their tokens."""
+    (model_dir / "tokenizer.json").write_text("{}")
+    settings = {"model.name": str(model_dir), "model.device": "cpu", "engine.num_blocks": 64}
+    settings |= {"model.quantization": "int8", "cluster.prefill_tensor_parallel_size": 2}
+    with pytest.raises(BuildError) as caught:
+        prepare_model(load_config(None, settings), 0, lambda _news: None)
+    assert str(caught.value) == (
+        "cluster.prefill_tensor_parallel_size = 2 and engine.tensor_parallel_size = 1 differ, and"
+        " with model.quantization = 'int8' the number of ranks changes tokens on CPUs: give both"
+        " pools one size, or set model.quantization = 'none'"
+    )
+    for name, value in (("engine.tensor_parallel_size", 2), ("model.quantization", "none")):
+        prepare_model(load_config(None, settings | {name: value}), 0, lambda _news: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_kv_of_two_ranks_is_not_met_by_one_process(
+    model_dir: Path, quantization: str
+) -> None:
+    options: dict[str, Any] = {"quantization": quantization, "prefill": 0}
+    with LocalCluster(model_dir, engine=ENGINE, **options) as cluster:
+        expected = [answer.tokens for answer in cluster.generate(PROMPTS, GREEDY)]
+    engines = {Role.PREFILL: PARALLEL, Role.DECODE: ENGINE}
+    options["prefill"] = 1
+    with LocalCluster(model_dir, engines=engines, router=HAND_OVER, **options) as cluster:
+        prints = {built.node.core.fingerprint for built in cluster.workers.values()}  # type: ignore[attr-defined]
+        assert len(prints) == 2
+        answers = cluster.generate(PROMPTS, GREEDY)
+        cluster.wait_idle()
+        assert cluster.status().totals.handoffs == 0
+        assert [answer.tokens for answer in answers] == expected
+        cluster.check()
+
+
 def test_each_process_of_a_worker_takes_memory(model_dir: Path) -> None:
     model = read_config(model_dir)
     one, two = (plan_kv(model, engine, "float32") for engine in (ENGINE, PARALLEL))

@@ -3,17 +3,26 @@ used by another."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from statistics import quantiles
 
 import psutil
 import pytest
+from msgspec.structs import replace as msgspec_replace
 
+from kvrelay.engine.config import EngineSection, ModelSection
+from kvrelay.engine.model import versions as in_place
 from kvrelay.engine.model.checkpoint.version import read_version
+from kvrelay.engine.model.parallel.runner import ParallelRunner
+from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import Refusal, SamplingParams
+from kvrelay.engine.step import Step
 from kvrelay.engine.weights import UpdateMode
+from tests.engine.model.tiny import scheduled
 from tests.local.test_local import VOCAB, small
 from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import MIB, assert_clean, load_all, settle
@@ -159,6 +168,123 @@ def test_weights_that_do_not_fit_or_do_not_answer_leave_the_old_ones(
         for prompt, done in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
             assert done.tokens == references[0].continued(prompt, COUNT)
         cluster.wait_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [UpdateMode.RECOMPUTE, UpdateMode.KEEP])
+def test_ranks_change_between_the_same_two_steps_or_not_at_all(
+    versions: tuple[Path, Path],
+    references: tuple[Reference, Reference],
+    tmp_path: Path,
+    mode: UpdateMode,
+) -> None:
+    """A rank that cannot load them, and logits that are not numbers, leave all as they were."""
+    engine = msgspec_replace(ENGINE, tensor_parallel_size=2, threads=2)
+    broken = scaled(versions[0], tmp_path / "nan", float("nan"), "norm.weight")
+    with LocalCluster(versions[0], prefill=0, engine=engine) as cluster:
+        operator = Operator(cluster)
+        for path, reference in ((versions[1], references[1]), (versions[0], references[0])):
+            futures = begun(cluster, 1)
+            version = read_version(broken)
+            for why, wrong in (
+                ("do not answer", version),
+                ("is no folder", replace(version, digest=b"x", path=str(tmp_path / "none"))),
+            ):
+                answer = operator.begin("decode-0", wrong, mode).result(60)
+                assert why in answer.why
+            operator.update(path, mode)
+            answers = ended(cluster, futures)
+            assert all(len(each.tokens) == COUNT for each in answers)
+            for prompt, answer in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
+                assert answer.tokens == reference.continued(prompt, COUNT)
+                assert answer.weights == ((0, read_version(path).name),)
+        cluster.wait_idle()
+
+
+@pytest.mark.slow
+def test_where_the_first_rank_fails_the_others_stay_too(
+    versions: tuple[Path, Path],
+    references: tuple[Reference, Reference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it loads, or takes what was loaded; the next update is as if none had been."""
+    engine = msgspec_replace(ENGINE, tensor_parallel_size=2, threads=2)
+
+    def fail(*given: object) -> None:
+        raise OSError("the disk is gone")
+
+    with LocalCluster(versions[0], prefill=0, engine=engine) as cluster:
+        operator = Operator(cluster)
+        for target, name in ((in_place, "read_weights"), (ModelRunner, "swap_weights")):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, fail)
+                answer = operator.begin("decode-0", read_version(versions[1]), UpdateMode.RECOMPUTE)
+                assert answer.result(60).why == "the disk is gone"
+            for prompt, done in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
+                assert done.tokens == references[0].continued(prompt, COUNT)
+        operator.update(versions[1], UpdateMode.RECOMPUTE)
+        for prompt, done in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
+            assert done.tokens == references[1].continued(prompt, COUNT)
+        cluster.wait_idle()
+
+
+@pytest.mark.slow
+def test_ranks_that_start_read_the_version_that_is_current(
+    versions: tuple[Path, Path], references: tuple[Reference, Reference]
+) -> None:
+    engine = EngineSection(num_blocks=40, threads=2, tensor_parallel_size=2)
+    section = ModelSection(name="", dtype="float32", device="cpu")
+    version = read_version(versions[1])
+    runner = ParallelRunner(versions[0], section, engine.sized(gpu=False), weights=version)
+    try:
+        tokens = [[each.continued(prompt, 1) for each in references] for prompt in PROMPTS]
+        prompt, (_, new) = next(
+            each for each in zip(PROMPTS, tokens, strict=True) if each[1][0] != each[1][1]
+        )
+        share = scheduled([*prompt], 0, [*range(40)], context=[*prompt], sampling=GREEDY)
+        (sampled,) = runner.execute(Step(0, [share])).sampled
+        assert sampled is not None
+        assert [sampled.token] == new
+    finally:
+        runner.close()
+
+
+@pytest.mark.long  # pytest -m long -s -k under_load tests/local/test_local_weights.py
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_hundred_updates_under_load_fail_nothing_and_find_nothing_of_before(
+    model_dir: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    """Each of the hundred has weights of its own. The pauses are printed."""
+    engine = msgspec_replace(ENGINE, tensor_parallel_size=num_ranks, threads=num_ranks)
+    pauses, answers, probe = list[float](), list[Completion](), PROMPTS[1]
+    with LocalCluster(model_dir, prefill=0, engine=engine) as cluster:
+        operator = Operator(cluster)
+        load = [cluster.submit(prompt, GREEDY) for prompt in FEW]
+        for number in range(100):
+            folder = scaled(model_dir, tmp_path / f"v{number}", 1.0 + (number + 1) / 50)
+            (updated,) = operator.update(folder, UpdateMode.RECOMPUTE)
+            pauses.append(updated.pause_s)
+            (answer,) = cluster.generate([probe], replace(GREEDY, max_tokens=4))
+            assert answer.num_cached_tokens == 0
+            assert answer.weights == ((0, read_version(folder).name),)
+            if number % 10 == 9:
+                assert answer.tokens == Reference(folder).continued(probe, 4)
+            shutil.rmtree(folder)
+            answers += [future.result() for future in load if future.done()]
+            load = [
+                cluster.submit(prompt, GREEDY) if future.done() else future
+                for prompt, future in zip(FEW, load, strict=True)
+            ]
+        answers += ended(cluster, load)
+        cluster.wait_idle()
+    failed = [each.failed for each in answers if each.failed is not None]
+    changed = sum(len(each.weights) > 1 for each in answers)
+    ms = [f"{1e3 * each:.1f}" for each in quantiles(pauses, n=100)]
+    print(f"{num_ranks} ranks: {len(answers)} streams, {changed} through an update, {len(failed)}")
+    print(f"failed; pause p50 {ms[49]} ms, p99 {ms[98]} ms")
+    assert not failed
+    assert changed > 0
 
 
 @pytest.mark.long

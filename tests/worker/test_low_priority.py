@@ -13,10 +13,11 @@ import pytest
 
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.model.step_executor import StepExecutor
+from kvrelay.engine.priority import NICENESS
 from kvrelay.engine.step import Execute, Step, StepDone
 from kvrelay.kvtransfer.checksum import checksum_blocks
 from kvrelay.kvtransfer.executor import TransferExecutor
-from kvrelay.worker.threads import NICENESS, StepThread, WorkerThreads, at_low_priority
+from kvrelay.worker.threads import StepThread, WorkerThreads, at_low_priority
 from tests.kvtransfer.fake_agent import FakeAgent
 from tests.kvtransfer.movers.nixl_peer import content
 

@@ -11,15 +11,19 @@ which an operator may go back, and those that are being rolled out.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvrelay.engine.cache_dir import file_digest, publish_dir
+from kvrelay.engine.files import given_folder
 from kvrelay.engine.identity import VOCABULARY_FILES, WEIGHTS, files_of, identity_of
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.errors import ModelError, WeightsMissing
@@ -107,13 +111,30 @@ def find_version(version: WeightVersion, model: Path, cache: Path) -> Path:
             version.digest,
         )
     try:
-        shutil.rmtree(kept, ignore_errors=True)  # a damaged one: others would have been found
-        publish_dir(kept, lambda fresh: _copy(folder, fresh))
-        _remove_old(shelf)
+        with _alone_on(shelf):  # ranks and workers of a machine come at once
+            if not _holds(kept, version):
+                shutil.rmtree(kept, ignore_errors=True)  # a damaged one
+                publish_dir(kept, lambda fresh: _copy(folder, fresh))
+                _remove_old(shelf)
     except OSError as error:
         log.warning("%s is not copied to %s, and is gone with its folder: %s", folder, kept, error)
         return folder
     return kept if _holds(kept, version) else folder
+
+
+@contextmanager
+def _alone_on(shelf: Path) -> Iterator[None]:
+    """Others that copy to it wait: as long as a copy takes, or until its process ends. Raises
+    OSError."""
+    given_folder(shelf.parent)
+    handle = os.open(
+        shelf.parent / f".{shelf.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+    )
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _holds(folder: Path, version: WeightVersion) -> bool:

@@ -25,6 +25,13 @@ from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.parallel.link import Broken, Checksums, Companion, Ready
 from kvrelay.engine.model.parallel.ops import Group, RankSetup
 from kvrelay.engine.model.parallel.tables import ReceivedTables, SentStep
+from kvrelay.engine.model.parallel.updates import (
+    ChangeRank,
+    RankUpdates,
+    SettleRank,
+    is_of_loading,
+    open_rank,
+)
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Launch, Step
 
@@ -37,8 +44,9 @@ class _Leader:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()  # one thread sends at a time
-        self.steps: SimpleQueue[SentStep] = SimpleQueue()
+        self.steps: SimpleQueue[SentStep | ChangeRank | SettleRank] = SimpleQueue()
         self.companion: Companion | None = None
+        self.updates: RankUpdates | None = None
 
     def tell(self, message: Any) -> None:
         with contextlib.suppress(OSError), self._lock:  # when it is gone, so are we
@@ -51,7 +59,10 @@ class _Leader:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 break
-            if isinstance(message, SentStep):
+            if is_of_loading(message):
+                assert self.updates is not None, message
+                self.updates.load(message)
+            elif isinstance(message, SentStep | ChangeRank | SettleRank):
                 self.steps.put(message)
             else:
                 assert self.companion is not None, message
@@ -129,9 +140,10 @@ def main() -> None:
         member = setup.join()
         path = setup.find_model()
         before = versions_of(files_of(path))  # on a machine of its own perhaps
-        runner = ModelRunner(path, setup.model, setup.engine, member=member)
+        runner = open_rank(setup, path, member)
         if setup.companion is not None:
             leader.companion = setup.companion(runner, setup.shard, leader.tell)
+        leader.updates = RankUpdates(runner, leader.tell)
         check_unchanged(before, files_of(path))
         leader.tell(Ready(leader.companion and leader.companion.facts))
         _run(leader, runner, member.group)
@@ -142,9 +154,16 @@ def main() -> None:
 def _run(leader: _Leader, runner: ModelRunner, group: Group) -> None:
     """Raises what puts this rank out of step."""
     launched, companion = _Launched(leader, runner.device), leader.companion
+    updates = leader.updates
+    assert updates is not None
     tables = ReceivedTables()
     while True:
-        step = tables.unpack(leader.steps.get())
+        given = leader.steps.get()
+        if not isinstance(given, SentStep):
+            launched.wait_for_all()
+            updates.take(given)
+            continue
+        step = tables.unpack(given)
         group.was_used = False
         try:
             if runner.launch is not None and step.may_be_followed:

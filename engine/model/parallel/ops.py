@@ -27,6 +27,7 @@ from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.stacked import GROUP, Packed, Stacked, of_halves, widened
 from kvrelay.engine.model.state_layout import MAMBA2
 from kvrelay.engine.model.terms import Term
+from kvrelay.engine.weights import WeightVersion
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """A rank that the others wait for this long counts as dead. The death of a process is noticed at
@@ -199,6 +200,7 @@ class RankSetup:
     model: ModelSection
     engine: EngineSection
     companion: MakeCompanion | None = None
+    weights: WeightVersion | None = None  # in place of those of the checkpoint
 
     def join(self) -> Member:
         """Wait until all ranks are here."""

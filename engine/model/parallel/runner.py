@@ -20,6 +20,7 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -56,9 +57,11 @@ from kvrelay.engine.model.parallel.ops import (
 )
 from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.parallel.tables import SentTables
-from kvrelay.engine.model.runner import GREEDY, ModelRunner
+from kvrelay.engine.model.parallel.updates import RankChanged, open_rank
+from kvrelay.engine.model.runner import GREEDY
 from kvrelay.engine.model.sampling.sampler import undrafted
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
+from kvrelay.engine.weights import WeightVersion
 from kvrelay.engine.wire.channel import own_version
 
 START_TIMEOUT_S = LOAD_TIMEOUT_S  # for a follower to import, and then to load its weights
@@ -86,7 +89,9 @@ class Follower:
         """Takes both over. `process`: if it is a child of this one."""
         self.rank = rank
         self.facts: Any = None  # its companion's
-        self.checksums: SimpleQueue[Checksums | None] = SimpleQueue()  # None: it has ended
+        # What it has answered; None: it has ended.
+        self.checksums: SimpleQueue[Checksums | None] = SimpleQueue()
+        self.changes: SimpleQueue[RankChanged | None] = SimpleQueue()
         self._ours, self._process = connected, process
         self._connection = connection_of(connected)
         self._sending = threading.Lock()
@@ -124,9 +129,12 @@ class Follower:
                         break
                     case Checksums():
                         self.checksums.put(answer)
+                    case RankChanged():
+                        self.changes.put(answer)
                     case _:
                         on_message(self.rank, answer)
             self.checksums.put(None)
+            self.changes.put(None)
             on_end(f"rank {self.rank}: {why}")
 
         self._watcher = threading.Thread(target=run, name=f"rank-{self.rank}", daemon=True)
@@ -144,6 +152,18 @@ class Follower:
                 raise ConnectionError(f"rank {self.rank} has ended")
             if answer.step_id == step_id:
                 return answer.sums
+
+    def changed(self, number: int, until: float) -> str:
+        """Waits until it has answered, why it has not done it; "": it has. Raises OSError."""
+        while True:
+            try:
+                answer = self.changes.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                raise TimeoutError(f"rank {self.rank}: its weights do not change") from None
+            if answer is None:
+                raise ConnectionError(f"rank {self.rank} has ended")
+            if answer.number == number:
+                return f"rank {self.rank}: {answer.why}" if answer.why else ""
 
     def stop(self) -> None:
         """It ends as soon as its connection does."""
@@ -214,10 +234,12 @@ class ParallelRunner:
         host: str = "",
         further: Sequence[RankHost] = (),
         find_model: FindModel | None = None,
+        weights: WeightVersion | None = None,
     ) -> None:
         """As ModelRunner, but that `engine.threads` are for all ranks of a machine together.
         companion: of each follower, not of rank 0. With `further`: `host` is where this machine is
-        reached by those, and `find_model` finds the checkpoint there. Raises ModelError."""
+        reached by those, and `find_model` finds the checkpoint there. weights: in
+        place of those in `model_dir`. Raises ModelError."""
         size = engine.tensor_parallel_size
         check_divides(read_config(model_dir), size)
         kind = find_device(model.device).type
@@ -246,6 +268,7 @@ class ParallelRunner:
                 model,
                 engine,
                 companion,
+                weights,
             )
             for rank, (place, number) in enumerate(places)
         ]
@@ -254,7 +277,7 @@ class ParallelRunner:
             self._start_followers(setups[1:], [place for place, _ in places[1:]])
             member = own.join()
             self._group = member.group
-            self._runner = ModelRunner(model_dir, model, engine, member=member, progress=progress)
+            self._runner = open_rank(own, model_dir, member, progress)
             self._tables = SentTables(self._runner.kv_spec.block_size)
             for follower in self._followers:
                 follower.wait_ready()
@@ -317,8 +340,18 @@ class ParallelRunner:
             self._lose(str(error))
             raise
 
+    def changed(self, number: int, timeout_s: float) -> list[str]:
+        """Lists what all followers have answered to a `ChangeRank`. Raises OSError: one does not,
+        and the worker is lost."""
+        until = time.monotonic() + timeout_s
+        try:
+            return [follower.changed(number, until) for follower in self._followers]
+        except OSError as error:
+            self._lose(str(error))
+            raise
+
     def tell(self, message: Any) -> None:
-        """Send `message` to the companion of every follower; from any thread."""
+        """Send `message` to every follower, most often for its companion; from any thread."""
         try:
             self._send(message)
         except OSError as error:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvrelay.engine.model.checkpoint import version
 from kvrelay.engine.model.checkpoint.version import KEPT, find_version, read_version
 from kvrelay.engine.model.errors import WeightsMissing
+from kvrelay.engine.weights import WeightVersion
 
 WEIGHTS = "model.safetensors"
 
@@ -80,3 +84,28 @@ def test_without_room_they_are_read_where_they_are(
     step = weights(tmp_path / "step", "one")
     assert find_version(read_version(step), model, tmp_path / "cache") == step
     assert "is gone with its folder" in caplog.text
+
+
+def test_a_copy_stays_as_it_is_for_all_who_make_it_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks of a worker do: all have found none when the first begins to copy."""
+    step, together = weights(tmp_path / "step", "one" * 100_000), threading.Barrier(8)
+    one = read_version(step)
+
+    def read(path: Path, *given: Any) -> WeightVersion:
+        found = read_version(path, *given)
+        if path == step:
+            together.wait(10)
+        return found
+
+    def find(number: int) -> bool:
+        kept = find_version(one, model, tmp_path / f"cache-{number}")
+        inode = (kept / WEIGHTS).stat().st_ino
+        together.wait(10)
+        return (kept / WEIGHTS).stat().st_ino == inode
+
+    monkeypatch.setattr(version, "read_version", read)
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(5):
+            assert all(threads.map(find, 8 * [number]))

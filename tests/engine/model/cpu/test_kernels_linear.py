@@ -316,6 +316,15 @@ def test_the_kv_of_quantized_weights_has_another_name_on_each_kind_of_device(lla
     assert len(set(digests)) == 4
 
 
+def test_the_number_of_ranks_is_in_that_name_only_where_inputs_are_rounded(llama):
+    assert scheme("int8", "cpu", 1) == scheme("int8", "cpu")
+    assert (
+        len({scheme(kind, "cpu", ranks) for kind in ("int8", "int4") for ranks in (1, 2, 4)}) == 6
+    )
+    assert scheme("none", "cpu", 2) == scheme("none", "cpu")
+    assert scheme("int8", "cuda", 2) == scheme("int8", "cuda")
+
+
 def test_an_unknown_quantization_is_refused(llama):
     with pytest.raises(ModelError, match="quantization int3 is not supported; supported: none, in"):
         model_runner(llama, num_blocks=4, quantization="int3")
