@@ -61,7 +61,7 @@ def file_record(name: str, size: int, now: int, keep_s: int) -> Record:
 
 
 def batch_record(
-    prefix: str, endpoint: str, input_file: str, now: int, key: ApiKey | None
+    prefix: str, endpoint: str, input_file: str, now: int, key: ApiKey | None = None
 ) -> Record:
     """A batch that nobody has looked at. key: by which it was asked for, if operators made it."""
     times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling")
