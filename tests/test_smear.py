@@ -51,7 +51,7 @@ CAPABILITIES = {
     ),
     "tenants": Capability(
         r"[Tt]enant",
-        r"tenant|access|limiter",
+        r"tenant|access|limiter|/keys",
         "what a tenant gives a request: its salt, class of service, share and limits",
     ),
     "ranks": Capability(

@@ -2,6 +2,7 @@
 
     app, server, http            routes, connections and their bounds
     incoming, limiter, tenants   who calls, what they may, and their share of what is limited
+    keys                         keys that operators make, and what was used by whom
     openai, anthropic, responses, batches   the APIs, over the same plans and pieces
     text, output, constraints    tokens and text, what models say, and what they may say
     client, calls, explain       to the router and back; what became of a call

@@ -32,6 +32,7 @@ from kvrelay.cluster.api.errors import ApiError
 from kvrelay.cluster.api.explain import explanation_routes
 from kvrelay.cluster.api.http.route import ApiRoute, ApiWebSocketRoute
 from kvrelay.cluster.api.http.site import SiteCheck
+from kvrelay.cluster.api.keys.routes import key_routes
 from kvrelay.cluster.api.metrics import CLIENT_GONE, INTERNAL_ERROR, ApiMetrics
 from kvrelay.cluster.api.openai.chats import ChatsFormat, ChatsRequest, plan_chats
 from kvrelay.cluster.api.openai.embeddings import (
@@ -155,10 +156,12 @@ def create_app(ctx: ApiContext) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         console.start()
+        ctx.keys.start()
         batches.start(app.router.routes)
         yield
         await batches.close()
         await console.close()
+        await ctx.keys.close()
         ctx.close()
 
     app = FastAPI(
@@ -187,6 +190,7 @@ def create_app(ctx: ApiContext) -> FastAPI:
         *token_routes(ctx),
         *document_routes(ctx),
         *session_routes(ctx),
+        *key_routes(ctx),
         *explanation_routes(ctx),
         *operation_routes(ctx),
         *adapter_routes(ctx),

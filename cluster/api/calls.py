@@ -120,6 +120,7 @@ class CallResult:
     sampling: dict[str, Any]  # what spans say of it
     streams: tuple[RequestStream, ...]
     prompt: tuple[int, ...] = ()  # tokens, of the first
+    has_begun: bool = True  # it was answered, or something of it was
 
 
 @dataclass(slots=True)

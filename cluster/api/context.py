@@ -17,6 +17,7 @@ from kvrelay.cluster.api.calls import Calls
 from kvrelay.cluster.api.client import RouterClient
 from kvrelay.cluster.api.console.sessions import ConsoleSessions
 from kvrelay.cluster.api.errors import overloaded, unknown_model
+from kvrelay.cluster.api.keys.keys import Keys
 from kvrelay.cluster.api.limiter import (
     ByteBudget,
     ConcurrencyLimiter,
@@ -129,6 +130,7 @@ class ApiContext:
     tracing: Tracing | None = None
     cluster: str = ""  # its name, where several servers share it; a label of all metrics
     rates: RateLimits = field(default_factory=RateLimits)
+    keys: Keys = field(default_factory=Keys)
     log: LogSection = field(default_factory=LogSection)
     access: AccessLog = field(init=False)
     dialect: Dialect = field(init=False)
@@ -153,6 +155,7 @@ class ApiContext:
         self.commands = ConcurrencyLimiter(
             self.settings.max_session_commands, what="session commands are waiting"
         )
+        self.rates.follow(self.keys)
         self.console_sessions = ConsoleSessions(self.settings.operations_key)
         self.bodies = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)
         self.remembered = ByteBudget(_NUM_BODIES * self.settings.max_body_bytes)

@@ -16,6 +16,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from kvrelay.cluster.api.errors import ApiError, invalid, overloaded, unauthorized
+from kvrelay.cluster.api.keys.record import Scope
 from kvrelay.cluster.api.limiter import CALLER, TENANT, Caller, LimitReached, network_of
 from kvrelay.cluster.api.pages import PageQuery, list_of
 from kvrelay.cluster.api.tenants import Tenant
@@ -40,8 +41,8 @@ SMALL_BODY_BYTES = 64 * 1024
 
 
 def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
-    """Raises `ApiError` (401). Nothing but the key counts, and the key is never shown; a row of a
-    batch comes from within, with its tenant."""
+    """Raises `ApiError` (401, 403). Nothing but the key counts, and the key is never shown; a row
+    of a batch comes from within, with its tenant."""
     known: Tenant | None = http.scope.get("state", {}).get("tenant")
     if known is not None:
         _is_called_by(ctx, http, known)
@@ -51,7 +52,7 @@ def caller(ctx: ApiContext, http: HTTPConnection) -> Tenant:
         tenant = ctx.tenants.find(None)
         why = "No API key was given: send it as 'Authorization: Bearer KEY'"
     else:
-        tenant = ctx.tenants.find(key)
+        tenant = ctx.tenants.find(key) or ctx.keys.tenant_of(key, ctx.tenants)
         why = "The API key is not one of this server's"
         if is_operator(ctx, http):
             why = "This is the key of operators, who generate nothing: send one of a client"
@@ -94,21 +95,23 @@ def _key_of(http: HTTPConnection) -> str:
     return key if scheme.lower() == "bearer" else ""
 
 
-def check_operator(ctx: ApiContext, http: HTTPConnection) -> None:
+def check_operator(
+    ctx: ApiContext, http: HTTPConnection, scope: Scope | None = Scope.OPERATE
+) -> None:
     """Keys of tenants say who may generate, not who may operate; nor does it count from where a
     call comes. Raises `ApiError` (401)."""
-    if not is_operator(ctx, http):
+    if not is_operator(ctx, http, scope):
         raise unauthorized("This is for operators" + _SEND_KEY)
 
 
-def is_operator(ctx: ApiContext, http: HTTPConnection) -> bool:
-    """Whether it has the operators' key, or a session of the console. Takes as long whatever the
-    key is."""
+def is_operator(ctx: ApiContext, http: HTTPConnection, scope: Scope | None = Scope.OPERATE) -> bool:
+    """Whether it has the operators' key, a session of the console, or a key that was made with that
+    scope; None: no such key will do. Takes as long whatever the operators' key is."""
     wanted = ctx.settings.operations_key.encode()
     given = _key_of(http)
     digests = (sha256(each).digest() for each in (given.encode("utf-8", "surrogatepass"), wanted))
     is_key = hmac.compare_digest(*digests) and bool(wanted)
-    return is_key or ctx.console_sessions.admits(given)
+    return is_key or ctx.console_sessions.admits(given) or ctx.keys.allows(given, scope)
 
 
 def limit_of(http: Request, default: int, most: int) -> int:

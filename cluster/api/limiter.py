@@ -5,7 +5,8 @@ What is known is how long calls have kept their places. By Little's law places b
 times in that time, and each caller that is refused is given the next time that is not another's.
 
 Each API process counts requests and tokens a minute for itself, so with several routers a tenant
-may have as many times its rates. A request is admitted by what its prompt has, about; what it has
+may have as many times its rates. What is taken with a key that operators have made is counted over
+all of them (`cluster.api.keys`). A request is admitted by what its prompt has, about; what it has
 used is known, and counted, when it is over.
 """
 
@@ -28,6 +29,8 @@ from kvrelay.cluster.api.errors import ApiError
 from kvrelay.engine.shares import may_take, reserve_of
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.api.keys.keys import Keys
+    from kvrelay.cluster.api.keys.record import ApiKey, Taken
     from kvrelay.cluster.api.tenants import Tenant
 
 UNKNOWN_RETRY_AFTER_S = 1.0  # before any call has taken any time
@@ -409,56 +412,97 @@ class Bucket:
 
 
 class RateLimits:
-    """Owned by the API. Invariant: there are buckets only for tenants that have rates."""
+    """Owned by the API. Invariant: there are buckets only for tenants and keys that have rates."""
 
     def __init__(self) -> None:
-        self._buckets: dict[str, dict[str, Bucket]] = {}
+        self._buckets: dict[tuple[str, str], dict[str, Bucket]] = {}
+        self._keys: Keys | None = None
+
+    def follow(self, keys: Keys) -> None:
+        """What other routers have let through with a key counts here too."""
+        self._keys, keys.on_taken = keys, self._others_took
 
     def admit(self, now: float, tenant: Tenant, num_tokens: int) -> None:
         """Take a request and its tokens. Raises `ApiError` (429) and takes nothing."""
-        buckets, caller = self._of(now, tenant), CALLER.get()[-1:]
+        key, keys, caller = tenant.key, self._keys, CALLER.get()[-1:]
+        if key and keys and (wait_s := keys.budget_wait_s(key)):
+            budget = f"{key.tokens_per_day} tokens a day of the key {key.id}, all of which are used"
+            raise _rate_reached(budget, wait_s)
         amounts = {"requests": 1.0, "tokens": float(num_tokens)}
-        for kind, bucket in buckets.items():
-            wait_s, whose = bucket.wait_s(amounts[kind]), ""
+        limits = self._of(now, tenant)
+        for whose, kind, bucket in limits:
+            wait_s, why = bucket.wait_s(amounts[kind]), ""
             if wait_s <= 0:
                 wait_s = bucket.share_wait_s(caller, amounts[kind])
-                whose = " to other addresses, since this one has had its share"
+                why = " to other addresses, since this one has had its share"
             if wait_s > 0:
                 bucket.refuse(caller)
-                raise ApiError(
-                    429,
-                    f"Rate limit reached: {bucket.per_minute:g} {kind} a minute, of which"
-                    f" {max(0, int(bucket.level))} are left{whose}; try again in {wait_s:.1f} s",
-                    type="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    retry_after_s=wait_s,
-                )
-        for kind, bucket in buckets.items():
+                left = max(0, int(bucket.level))
+                limit = f"{bucket.per_minute:g} {kind} a minute{whose}"
+                raise _rate_reached(f"{limit}, of which {left} are left{why}", wait_s)
+        for _, kind, bucket in limits:
             bucket.take(caller, amounts[kind])
+        if key and keys and key.is_limited:
+            keys.take(key, 1, num_tokens)
 
     def settle(self, now: float, tenant: Tenant, num_taken: int, num_used: int) -> None:
         """A request is over: counts what it has really used."""
-        bucket = self._of(now, tenant).get("tokens")
-        if bucket is not None:
-            bucket.take(CALLER.get()[-1:], num_used - num_taken)
+        for _, kind, bucket in self._of(now, tenant):
+            if kind == "tokens":
+                bucket.take(CALLER.get()[-1:], num_used - num_taken)
+        if tenant.key and self._keys and tenant.key.is_limited:
+            self._keys.take(tenant.key, 0, num_used - num_taken)
 
     def headers(self, now: float, tenant: Tenant) -> dict[str, str]:
-        """Names what is left as OpenAI does."""
+        """Names what is left as OpenAI does: of each kind the limit of which least is left."""
+        least: dict[str, Bucket] = {}
+        for _, kind, bucket in self._of(now, tenant):
+            if kind not in least or bucket.level < least[kind].level:
+                least[kind] = bucket
         found: dict[str, str] = {}
-        for kind, bucket in self._of(now, tenant).items():
+        for kind, bucket in least.items():
             full_s = bucket.wait_s(bucket.per_minute)
             found[f"x-ratelimit-limit-{kind}"] = f"{bucket.per_minute:g}"
             found[f"x-ratelimit-remaining-{kind}"] = str(max(0, int(bucket.level)))
             found[f"x-ratelimit-reset-{kind}"] = f"{full_s:.3g}s"
         return found
 
-    def _of(self, now: float, tenant: Tenant) -> dict[str, Bucket]:
-        buckets = self._buckets.get(tenant.name)
-        given = {"requests": tenant.requests_per_minute, "tokens": tenant.tokens_per_minute}
+    def _of(self, now: float, tenant: Tenant) -> list[tuple[str, str, Bucket]]:
+        """The limits of a call: whose, what they count, and the bucket."""
+        own = self._refilled(now, (tenant.name, ""), tenant)
+        found = [("", kind, bucket) for kind, bucket in own.items()]
+        if tenant.key is not None:
+            buckets = self._refilled(now, ("", tenant.key.id), tenant.key)
+            whose = f" of the key {tenant.key.id}"
+            found += [(whose, kind, bucket) for kind, bucket in buckets.items()]
+        return found
+
+    def _refilled(
+        self, now: float, name: tuple[str, str], of: Tenant | ApiKey
+    ) -> dict[str, Bucket]:
+        buckets = self._buckets.get(name)
+        given = {"requests": of.requests_per_minute, "tokens": of.tokens_per_minute}
         rates = {kind: rate for kind, rate in given.items() if rate}
+        if not rates:
+            self._buckets.pop(name, None)
+            return {}
         if buckets is None or rates != {kind: b.per_minute for kind, b in buckets.items()}:
             buckets = {kind: Bucket(rate, rate, now) for kind, rate in rates.items()}
-            self._buckets[tenant.name] = buckets
+            self._buckets[name] = buckets
         for bucket in buckets.values():
             bucket.refill(now)
         return buckets
+
+    def _others_took(self, key: str, taken: Taken) -> None:
+        for kind, bucket in self._buckets.get(("", key), {}).items():
+            bucket.level = min(bucket.level - getattr(taken, kind), bucket.per_minute)
+
+
+def _rate_reached(what: str, wait_s: float) -> ApiError:
+    return ApiError(
+        429,
+        f"Rate limit reached: {what}; try again in {wait_s:.1f} s",
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )

@@ -19,6 +19,7 @@ from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, controller_away, invalid
 from kvrelay.cluster.api.http.route import ApiRoute
 from kvrelay.cluster.api.incoming import check_operator, read_body
+from kvrelay.cluster.api.keys.record import Scope
 from kvrelay.cluster.api.metrics import OfCluster
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.cluster.api.operator import give
@@ -104,12 +105,12 @@ class _Operations:
         return JSONResponse({"version": VERSION})
 
     async def status(self, http: Request) -> Response:
-        check_operator(self._ctx, http)
+        check_operator(self._ctx, http, Scope.METRICS)
         data = self._ctx.operations.status().json()
         return Response(data, media_type="application/json")
 
     async def metrics(self, http: Request) -> Response:
-        check_operator(self._ctx, http)
+        check_operator(self._ctx, http, Scope.METRICS)
         registry, cluster = self._ctx.metrics.registry, self._ctx.cluster
         content = generate_latest(OfCluster(registry, cluster) if cluster else registry)
         return Response(content, media_type=CONTENT_TYPE_LATEST)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from kvrelay.cluster.api.keys.record import ApiKey
 from kvrelay.cluster.config import (
     Config,
     ConfigError,
@@ -54,6 +55,7 @@ class Tenant:
     tokens_per_minute: int = 0
     is_approximate: bool = False  # its KV, where a request does not say
     service_class: ServiceClass = ServiceClass.DEFAULT  # likewise
+    key: ApiKey | None = None  # by which a call came, if operators have made it
 
 
 ANONYMOUS = Tenant("", b"", min_priority=-MAX_PRIORITY)

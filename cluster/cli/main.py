@@ -47,6 +47,8 @@ COMMANDS = {
     "chat": ("client", "chat", "Talk to a served model from the terminal."),
     "scaling": ("operate", "scaling", "What the autoscaler does or not, and why."),
     "status": ("client", "status", "Workers, what they do, and the cache hit rate."),
+    "keys": ("keys", "keys", "Make, list and revoke API keys."),
+    "usage": ("keys", "usage", "Who has used how many tokens, by day."),
     "sessions": ("sessions", "sessions", "See, park, resume, fork or close sessions."),
 }
 PLUGGED_IN = "kvrelay.commands"  # entry points of other distributions: dicts like COMMANDS

@@ -90,6 +90,25 @@ def _open_batches(config: Config) -> Any:
     return BatchStore()
 
 
+def _open_keys(config: Config) -> Any:
+    """Where they are: one of several servers shares them with the others."""
+    from kvrelay.cluster.api.keys.keys import Keys
+    from kvrelay.cluster.api.keys.store import FILE, KeyStore
+
+    if name := config.cluster.name:
+        from kvrelay.cluster.api.keys.shared import SharedKeyStore  # both need redis
+        from kvrelay.cluster.state.redis_client import connect
+
+        redis = connect(config.state.url, config.state.timeout_s)
+        return Keys(SharedKeyStore(redis, f"{config.state.key_prefix}:cluster:{name}:"))
+    path = config.sessions.state_path / FILE
+    try:
+        return Keys(KeyStore(path))
+    except (OSError, sqlite3.Error) as error:
+        _log.warning("API keys and usage will be forgotten when the server stops: %s", error)
+    return Keys()
+
+
 def _open_adapters(served: RouterHost) -> Any:
     """Those of the settings are read here. Raises ConfigError."""
     from kvrelay.cluster.api.adapters import FILE, Adapters
@@ -255,6 +274,7 @@ async def open_context(
     from kvrelay.cluster.api.adapter_metrics import AdapterCollector
     from kvrelay.cluster.api.cluster_metrics import ClusterCollector
     from kvrelay.cluster.api.context import ApiContext
+    from kvrelay.cluster.api.keys.metrics import KeyCollector
     from kvrelay.cluster.api.metrics import ApiMetrics
 
     config, registry = served.config, CollectorRegistry()
@@ -272,10 +292,12 @@ async def open_context(
         retention_s=config.tiers.retention_s,
         responses=await asyncio.to_thread(_open_responses, config),
         batches=await asyncio.to_thread(_open_batches, config),
+        keys=await asyncio.to_thread(_open_keys, config),
         adapters=await asyncio.to_thread(_open_adapters, served),
         log=config.log,
     )
     context.warm_up()
+    KeyCollector(registry, context.keys)
     AdapterCollector(registry, partial(_adapter_uses, served, context.adapters))
     for model, its in others:
         await offer_model(served, context, model, its, access)

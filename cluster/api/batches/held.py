@@ -147,5 +147,6 @@ class HeldBatch:
 
     @property
     def tenant(self) -> Tenant | None:
-        """None: there is none of that name any more."""
-        return self.shared.ctx.tenants.named(self.tenant_name)
+        """None: there is none of that name any more, or the key was revoked."""
+        ctx = self.shared.ctx
+        return ctx.keys.again(ctx.tenants.named(self.tenant_name), self.record.get("key", ""))

@@ -204,7 +204,7 @@ class MessageBatches:
         now, size = int(self._clock()), rows.stat().st_size
         file = file_record("messages.jsonl", size, now, int(KEEP_S))
         await self._uploads.keep(tenant.name, file, rows)
-        record = batch_record(_PREFIX, MESSAGES, file["id"], now)
+        record = batch_record(_PREFIX, MESSAGES, file["id"], now, tenant.key)
         counts = record["request_counts"] | {"total": checker.num_rows}
         record |= {"status": "in_progress", "in_progress_at": now, "request_counts": counts}
         try:

@@ -42,7 +42,7 @@ _FORM = {
         }
     }
 }
-_HIDDEN = ("keep_s", "num_unsent")
+_HIDDEN = ("keep_s", "key", "num_unsent")
 
 
 class ExpiresAfter(BaseModel):
@@ -193,7 +193,7 @@ class BatchCalls:
             message = f"'input_file_id': its purpose is {file['purpose']}, expected batch"
             raise invalid(message, "input_file_id")
         keep = request.output_expires_after
-        record = batch_record("batch", request.endpoint, request.input_file_id, now)
+        record = batch_record("batch", request.endpoint, request.input_file_id, now, tenant.key)
         record |= {"metadata": request.metadata, "keep_s": keep.seconds if keep else None}
         try:
             await on_disk(store.add_batch, tenant.name, record)

@@ -19,6 +19,7 @@ from kvrelay.cluster.api.batches.store import Record, StoreAway, is_full
 from kvrelay.cluster.api.context import ApiContext
 from kvrelay.cluster.api.errors import ApiError, disk_full, overloaded, store_away
 from kvrelay.cluster.api.incoming import too_large
+from kvrelay.cluster.api.keys.record import ApiKey
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter, LimitReached, Place
 
 if TYPE_CHECKING:
@@ -59,8 +60,10 @@ def file_record(name: str, size: int, now: int, keep_s: int) -> Record:
     }
 
 
-def batch_record(prefix: str, endpoint: str, input_file: str, now: int) -> Record:
-    """A batch that nobody has looked at."""
+def batch_record(
+    prefix: str, endpoint: str, input_file: str, now: int, key: ApiKey | None = None
+) -> Record:
+    """A batch that nobody has looked at. key: by which it was asked for, if operators made it."""
     times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling")
     return {
         "id": f"{prefix}_{secrets.token_hex(12)}",
@@ -77,6 +80,7 @@ def batch_record(prefix: str, endpoint: str, input_file: str, now: int) -> Recor
         **{f"{name}_at": None for name in (*times, "cancelled")},
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": None,
+        "key": key.id if key else "",
     }
 
 

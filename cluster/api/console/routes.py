@@ -330,7 +330,7 @@ class Console:
         return respond(http, file)
 
     async def _ticket(self, http: Request) -> Response:
-        check_operator(self._ctx, http)
+        check_operator(self._ctx, http, None)  # a session is not over when a key is revoked
         return JSONResponse({"ticket": self._ctx.console_sessions.ticket()}, headers=_NOT_KEPT)
 
     async def _begin(self, http: Request) -> Response:

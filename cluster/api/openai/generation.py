@@ -337,6 +337,7 @@ class Generation:
             sampling={"max_tokens": sampling.max_tokens, "temperature": sampling.temperature},
             streams=tuple(c.stream for c in self.choices if c.stream is not None),
             prompt=self.choices[0].plan.tokens,
+            has_begun=any(each.num_tokens or each.finish_reason for each in self.choices),
         )
 
     def _submit(self, now: float) -> None:

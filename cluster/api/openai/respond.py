@@ -200,7 +200,8 @@ class GenerateEndpoint(Generic[Request]):
                     plan = replace(with_session(plan, session), call=about.name)
                     return await self._generate(ctx, http, call, send, request, plan)
                 finally:
-                    used = 0 if call.result is None else call.result.usage["total_tokens"]
+                    done = call.result if call.result and call.result.has_begun else None
+                    used = 0 if done is None else done.usage["total_tokens"]
                     rates.settle(clock(), tenant, num_taken, used)
 
     async def _asked(
@@ -240,6 +241,8 @@ class GenerateEndpoint(Generic[Request]):
         finally:
             call.result = generation.result()
             ctx.metrics.used(plan.tenant.name, call.result.usage)
+            if call.result.has_begun:  # what was refused has used nothing
+                ctx.keys.used(plan.tenant, ctx.model_name, call.result.usage)
 
 
 def _end_of(error: ApiError) -> End:

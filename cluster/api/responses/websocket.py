@@ -176,6 +176,7 @@ class _Connection:
         previous = None
         try:
             try:
+                self._tenant = caller(self._ctx, self._socket)  # its key may have been revoked
                 text = message.text
                 asked = await self._ctx.in_json_thread(len(text), _created, text)
                 previous = asked.previous

@@ -4,6 +4,7 @@ import { beginSession, getKey, setKey } from "./api.js";
 import { batches } from "./batches.js";
 import { chat } from "./chat.js";
 import { empty, forgetColours, h, icon, setText } from "./dom.js";
+import { keys } from "./keys.js";
 import { overview } from "./overview.js";
 import { requests } from "./requests.js";
 import { scaling } from "./scaling.js";
@@ -19,6 +20,7 @@ const VIEWS = {
   requests: { title: "Requests", make: requests },
   sessions: { title: "Sessions", make: sessions },
   batches: { title: "Batches", make: batches },
+  keys: { title: "Keys", make: keys },
   scaling: { title: "Scaling", make: scaling, live: true },
   chat: { title: "Chat", make: chat },
 };
@@ -58,7 +60,7 @@ function show(argument = "") {
 
 function waiting() {
   if (store.link === "locked") {
-    const note = empty("key", "Operators only", store.problem);
+    const note = empty("keys", "Operators only", store.problem);
     note.append(h("p", { class: "actions-center" }, h("button", {
       class: "button primary", type: "button", text: "Give a key", on: { click: () => openKeys() },
     })));
@@ -119,7 +121,7 @@ function openKeys(problem = "") {
 
 function setUpKeys() {
   const dialog = at("key-dialog");
-  at("keys").append(icon("key"));
+  at("keys").append(icon("keys"));
   at("keys").addEventListener("click", () => openKeys());
   at("key-cancel").addEventListener("click", () => dialog.close());
   at("key-form").addEventListener("submit", () => {

@@ -20,6 +20,7 @@ from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore
 from kvrelay.cluster.api.batches.uploads import WINDOW_S, cancel
 from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.errors import ApiError, overloaded
+from kvrelay.cluster.api.keys.keys import Keys
 from kvrelay.cluster.api.limiter import ConcurrencyLimiter, RateLimits
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.tenants import Tenant, Tenants
@@ -114,6 +115,7 @@ class Cluster:
             settings=settings or ApiSettings(),
             batches=store,
             tenants=Tenants(known),
+            keys=Keys(),
             live=models["a"].live,
             operations=SimpleNamespace(status=self._status_now, draining=False),
             chosen=lambda model, tenant: models[model or "a"],

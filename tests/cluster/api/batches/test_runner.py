@@ -25,6 +25,7 @@ from kvrelay.cluster.api.batches.rows import ENDPOINTS
 from kvrelay.cluster.api.batches.runner import COUNT_S, Runner
 from kvrelay.cluster.api.batches.store import KEEP_S, BatchStore
 from kvrelay.cluster.api.context import ApiSettings
+from kvrelay.cluster.api.keys.keys import Keys
 from kvrelay.cluster.api.metrics import ApiMetrics
 from kvrelay.cluster.api.pages import PageQuery
 from kvrelay.cluster.api.tenants import Tenant, Tenants
@@ -59,6 +60,7 @@ class Endpoint:
 
 def make_runner(store: Any, endpoint: Any, clock: Callable[[], float] = time.time) -> Runner:
     ctx: Any = SimpleNamespace(
+        keys=Keys(),
         settings=ApiSettings(),
         batches=store,
         tenants=Tenants(),

@@ -160,6 +160,24 @@ def test_a_session_is_parked_and_resumed(open_page: Open, cluster: tuple[Served,
     page.wait_for_selector("tr:has-text('agents/review-9') .chip.warn")
 
 
+def test_a_key_is_revoked_by_a_second_click(open_page: Open, cluster: tuple[Served, Fleet]) -> None:
+    served, _ = cluster
+    asked = {"name": "for <b>Grafana</b>", "scopes": ["metrics"], "tokens_per_day": 5000}
+    key = served.http.post("/v1/organization/admin_api_keys", json=asked).json()
+    used = served.http.get("/metrics", headers={"authorization": f"Bearer {key['value']}"})
+    assert used.status_code == 200
+    page = open_page(f"{served.url}/console#/keys")
+    row = page.locator("tr:has-text('for <b>Grafana</b>')")
+    row.get_by_role("button", name="Revoke").click()
+    text = row.inner_text()
+    assert all(each in text for each in ("active", "metrics", "5,000 tokens/day", "now"))
+    assert key["value"] not in page.content()
+    row.get_by_role("button", name="Revoke").click()
+    page.wait_for_selector("tr:has-text('for <b>Grafana</b>'):has-text('revoked')")
+    found = served.http.get(f"/v1/organization/admin_api_keys/{key['id']}").json()
+    assert found["state"] == "revoked"
+
+
 def test_a_chat_streams_and_its_request_is_explained(
     open_page: Open, cluster: tuple[Served, Fleet]
 ) -> None:

@@ -28,6 +28,7 @@ VIEWS = {
     "requests": ".vt-row",
     "sessions": ".sessions tbody tr",
     "batches": ".empty",
+    "keys": ".empty",
     "scaling": ".empty",
     "chat": "textarea",
 }
