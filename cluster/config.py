@@ -22,6 +22,7 @@ from kvrelay.cluster.config_checks import name_table, no_scaling, not_of_vllm, p
 from kvrelay.cluster.events.section import EventsSection
 from kvrelay.cluster.parser_names import REASONING, REASONING_OF_VLLM, TOOLS, TOOLS_OF_VLLM
 from kvrelay.engine.config import EngineSection, ModelSection, TiersSection
+from kvrelay.engine.kv.scope import KVKind
 from kvrelay.engine.logs import LogSection
 from kvrelay.engine.settings import ConfigError as ConfigError
 from kvrelay.engine.settings import (
@@ -89,9 +90,9 @@ class TenantEntry(Section, frozen=True):
     max_sessions: Count = 0  # that are kept; 0: sessions.max_per_tenant
     max_session_tokens: Count = 0  # of all its sessions; 0: any number
     max_pinned_tokens: Count = 0  # of its pinned sessions; 0: any number
-    # how its KV is kept below device memory, where a request does not say: exact, or approximate,
-    # in four bits a number
-    kv: Literal["exact", "approximate"] = "exact"
+    # what its KV may be, where a request does not say: exact; approximate, which is kept in four
+    # bits a number below device memory; or quest, whose outputs read a part of their context
+    kv: KVKind = "exact"
     # requests that do not say: batch, flex, default or priority, as far as min_priority lets them
     service_tier: Literal["batch", "flex", "default", "priority"] = "default"
     # its requests cannot ask for a lower number, which goes first

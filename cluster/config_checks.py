@@ -59,6 +59,7 @@ _BY_ARGUMENTS = "set it by engine.arguments, as vLLM calls it"
 _NO_DRAFTER = refusal_of(Capability.HEAD_DRAFTS, (Trait.VLLM,))
 _STEPS = "its steps are bounded by max_num_batched_tokens alone"
 _MODEL = "layers attend to what the model says"
+_READS_ALL = refusal_of(Capability.QUEST, (Trait.VLLM,))
 _NUM_DRAFTS = EngineSection().num_speculative_tokens
 
 AT_VLLM: dict[str, AtVllm] = {
@@ -78,6 +79,8 @@ AT_VLLM: dict[str, AtVllm] = {
     "engine.kv_dtype": AtVllm("`kv_cache_dtype`: `fp8_e4m3`"),
     "engine.window": AtVllm(_MODEL, (0,)),
     "engine.sinks": AtVllm(_MODEL, (0,)),
+    "engine.quest_budget": AtVllm(_READS_ALL, (0.0,)),
+    "engine.quest_dense_layers": AtVllm(_READS_ALL, (EngineSection().quest_dense_layers,)),
     "engine.guard": AtVllm("nothing: block tables are vLLM's"),
     "engine.max_num_batched_tokens": AtVllm("the same, at least `max_num_seqs`"),
     "engine.itl_target_ms": AtVllm(_STEPS, (0.0,)),

@@ -177,9 +177,11 @@ def _planned(
         _check_sizes(config, engines)
     for role, engine in engines.items():
         check_divides(model, engine.tensor_parallel_size, size_setting(config, role))
+        traits = engine_traits(engine, on_gpu=on_gpu) | model_traits(model)
         if engine.drafter:
-            traits = engine_traits(engine, on_gpu=on_gpu) | model_traits(model)
             check_drafter(engine.drafter, traits)
+        if engine.quest_budget and (why := refusal_of(Capability.QUEST, traits)):
+            raise BuildError(f"engine.quest_budget {engine.quest_budget:g}: {why}")
     dtype = "float32" if section.dtype == "auto" else section.dtype  # the workers choose it
     weights = dtype, section.quantization, on_gpu
     plans = {role: plan_kv(model, each, *weights) for role, each in engines.items()}

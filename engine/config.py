@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field, structs
 
+from kvrelay.engine.kv.scope import quest_mark
 from kvrelay.engine.kv.tier import DEFAULT_RETENTION, Retention
 from kvrelay.engine.kv.window import Windows
 from kvrelay.engine.node import NodeId
@@ -62,6 +63,10 @@ class EngineSection(Section, frozen=True):
     # processes that compute one worker's model; has to divide its heads
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     kv_dtype: Literal["auto", "float8_e4m3"] = "auto"  # auto (as model.dtype) or float8_e4m3
+    # what outputs of requests with kv = "quest" read of their context: below 1 a share, from 1 on
+    # tokens, 512 at least; 0: nobody may ask for it
+    quest_budget: Annotated[float, Meta(ge=0.0, le=1048576.0)] = 0.0
+    quest_dense_layers: Count = 2  # the first ones, which read all of it for such requests too
     window: Count = 0  # positions that each layer attends to; 0: as the model says
     sinks: Count = 0  # attention sinks: first positions outside the window (4 is usual)
     guard: bool = True  # compare block tables before each step; false: only their ranges
@@ -111,6 +116,11 @@ class EngineSection(Section, frozen=True):
             max_num_batched_tokens=self.max_num_batched_tokens or tokens,
             max_num_seqs=self.max_num_seqs or (256 if gpu else 64),
         )
+
+    @property
+    def quest_mark(self) -> bytes:
+        """What salts begin with of those who have asked for Quest; b"": nobody may."""
+        return quest_mark(self.quest_budget, self.quest_dense_layers) if self.quest_budget else b""
 
     @property
     def num_stages(self) -> int:

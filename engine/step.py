@@ -48,6 +48,7 @@ class ScheduledSeq:
     follows: int | None = None
     need: Need | None = None  # loaded before its first step
     images: Images | None = None  # whose tokens have other numbers in the prompt
+    reads_pages: bool = False  # its outputs attend to chosen pages (Quest), where the executor can
     num_drafts: int = 0  # draft tokens that the executor's own drafter may propose, in their place
     # What the executor keeps of the sequence from step to step, by name; it ends with the sequence.
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

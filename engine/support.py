@@ -38,6 +38,7 @@ class Capability(StrEnum):
     OBJECT_TIER = "object tier"
     LEFT_KV = "KV that outlives its worker"
     APPROXIMATE_KV = "KV in four bits"
+    QUEST = "Quest"
     SESSIONS = "parked sessions"
     CLASSES = "classes of service"
     WEIGHT_UPDATES = "weights changed in place"
@@ -205,6 +206,8 @@ _NOT_VERIFIED = "draft tokens are not verified"
 _OF_MODEL = "drafters need one process on a CPU, whose kernels run all layers at once"
 _ALL_WINDOWS = "all layers have a window, behind which no block stays for a drafter to read"
 _IN_PLACE = "weights change in place on CPUs: restart the server with them instead"
+_CHOOSES = "pages are chosen by one process on a CPU alone: leave it out"
+_READS_ALL = "pages are chosen by kernels, of keys and values of one shape in 16 or 32 bits alone"
 _EXACT = "KV stays exact: only keys and values in 16 or 32 bits, of one shape, are kept in four"
 _CODE = "it says which code runs, so only the server's file and command line may"
 _FILES = "servers of one cluster.name read [[models]] of their files: change those, then restart"
@@ -267,6 +270,17 @@ RULES: dict[Capability, tuple[No, ...]] = {
         _without("bits", _EXACT, Trait.FP8_KV),
         _without("shape", _EXACT, Trait.LATENT),
         _without("shape", _EXACT, Trait.UNEVEN_KV),
+    ),
+    Capability.QUEST: (
+        _no("engine", "vLLM's attention reads all of a context", Trait.VLLM),
+        _no("device", _CHOOSES, Trait.GPU),
+        _no("ranks", _CHOOSES, Trait.RANKS),
+        _without("torch", _READS_ALL, Trait.TORCH),
+        _without("states", _READS_ALL, Trait.STATES),
+        _without("bits", _READS_ALL, Trait.FP8_KV),
+        _without("shape", _READS_ALL, Trait.LATENT),
+        _without("shape", _READS_ALL, Trait.UNEVEN_KV),
+        _without("layers", "layers with windows read few pages anyway", Trait.ONLY_WINDOWS),
     ),
     Capability.SESSIONS: _OF_TIERS,
     Capability.WEIGHT_UPDATES: (

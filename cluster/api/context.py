@@ -115,6 +115,7 @@ class ApiContext:
     settings: ApiSettings = field(default_factory=ApiSettings)
     name: str = ""  # which the model has in [[models]]
     reads_images: bool = False  # in messages
+    quest_mark: bytes = b""  # for salts of who asks for Quest; b"": nobody may
     # What a prompt with images is to the model; may raise ImageError. None: a worker is asked.
     expand: Callable[[Images], Expanded] | None = None
     # Why the router would refuse a call, by a cheap check; None: it has to be tried.

@@ -31,6 +31,7 @@ from kvrelay.cluster.config import (
     read_toml,
 )
 from kvrelay.engine.files import NotOwn, given_folder, open_own
+from kvrelay.engine.kv.scope import KVKind
 from kvrelay.engine.service_class import TIERS, ServiceClass
 from kvrelay.engine.settings import OPERATIONS_KEY_FILE
 from kvrelay.router.config import MAX_PRIORITY
@@ -53,7 +54,7 @@ class Tenant:
     min_priority: int = 0  # the first that its requests may ask for
     requests_per_minute: int = 0  # 0: any number
     tokens_per_minute: int = 0
-    is_approximate: bool = False  # its KV, where a request does not say
+    kv: KVKind = "exact"  # where a request does not say
     service_class: ServiceClass = ServiceClass.DEFAULT  # likewise
     key: ApiKey | None = None  # by which a call came, if operators have made it
 
@@ -96,7 +97,7 @@ class Tenants:
                 entry.min_priority,
                 entry.requests_per_minute,
                 entry.tokens_per_minute,
-                entry.kv == "approximate",
+                entry.kv,
                 TIERS[entry.service_tier],
             )
             for hashed in _hashes(entry):

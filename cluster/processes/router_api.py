@@ -237,6 +237,7 @@ async def _of_model(
         "name": model,
         **await asyncio.to_thread(_images, config, served.served_models[model].path),
         "settings": _settings(config),
+        "quest_mark": config.engine.quest_mark,
         "vllm_parsers": _parsers(config, served.served_models[model].path),
         "public_prompts": prompts,
         "adapter_base": adapter_base(

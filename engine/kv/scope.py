@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
 
-APPROXIMATE = b"approximate KV\0\0"  # a salt that begins so; others are digests, or in tests short
+# A salt that begins so; others are digests, or in tests short.
+APPROXIMATE = b"approximate KV\0\0"
+_QUEST = b"by Quest"
+MARK_BYTES = 16
+
+KVKind = Literal["exact", "approximate", "quest"]
+"""What KV may be: as it is computed; kept in fewer bits below the device; or, of outputs, computed
+by queries that have read some pages of their context alone."""
+
+
+def quest_mark(budget: float, dense_layers: int) -> bytes:
+    """MARK_BYTES, of what such queries read: KV of other settings has other names."""
+    return _QUEST + blake2b(f"{budget} {dense_layers}".encode(), digest_size=8).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +36,14 @@ class CacheScope:
         return self.salt.startswith(APPROXIMATE)
 
     @property
+    def kv(self) -> KVKind:
+        if self.is_approximate:
+            return "approximate"
+        return "quest" if self.salt.startswith(_QUEST) else "exact"
+
+    @property
     def public_salt(self) -> bytes:
-        return APPROXIMATE if self.is_approximate else b""
+        return b"" if self.kv == "exact" else self.salt[:MARK_BYTES]
 
 
 UNSALTED = CacheScope()

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.kv.block_table import NO_BLOCK, BlockTable
+from kvrelay.engine.model.quest import PageReads
 from kvrelay.engine.model.states import NO_STATE, StateSpans
 from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, TermRows, term_rows
 from kvrelay.engine.step import ScheduledSeq, Step
@@ -88,6 +89,7 @@ class Batch:
     # [S] int32, of a pass whose draft tokens have rows of their own: how many rows recurrent layers
     # pass from this one on, 0 for a draft token's; they keep what they are given.
     passed: torch.Tensor | None = None
+    pages: PageReads | None = None  # None: each row reads its whole context
 
     def slots_of(self, group: int) -> torch.Tensor:
         if group == 0:
@@ -153,6 +155,7 @@ class Batch:
             more_tables=torch.from_numpy(tables[1:]).to(device) if groups > 1 else None,
             states=_states_of(seqs, tables[first_state:], size),
             terms=term_rows(seqs, counts.tolist(), loaded),
+            pages=PageReads.of(seqs, checked, size),
         )
 
     def sampled(self) -> Batch:
@@ -177,6 +180,7 @@ class Batch:
             more_slots=more_slots,
             more_tables=more_tables,
             terms=tuple(self._terms_of_samples()),
+            pages=None if self.pages is None else self.pages.of_rows(seqs),
         )
 
     def _terms_of_samples(self) -> Iterator[TermRows]:
@@ -270,6 +274,7 @@ class Table:
         "_seen",
         "_seen_at",
         "blocks",
+        "num_bounded",
         "num_rewrites",
         "num_rows",
         "seen_in",
@@ -283,6 +288,7 @@ class Table:
             source = BlockTable.of(source, limits.num_groups)
         self._limits, self.source = limits, source
         self.num_rewrites, self.num_rows, self.seen_in = source.num_rewrites, 0, 0
+        self.num_bounded = 0  # rows, from the first, whose keys have bounds (`engine.model.quest`)
         self._first_group: Table | None = None
         self._seen_at = 0
         self._seen: tuple[int, int, list[int]] | None = None  # rows, and what parts had lost

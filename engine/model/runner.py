@@ -41,6 +41,7 @@ from kvrelay.engine.model.loads import ALONE, Loads
 from kvrelay.engine.model.ops import TORCH_DTYPES, Ops, pool_view
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.quantize import QUANTIZATIONS
+from kvrelay.engine.model.quest import Quest, keep_bounds
 from kvrelay.engine.model.running import Abandoned, Running
 from kvrelay.engine.model.sampling.grammar import Grammars
 from kvrelay.engine.model.sampling.sampler import (
@@ -170,6 +171,14 @@ class ModelRunner:
         engine = engine_traits(self._engine, on_gpu=self.device.type == "cuda")
         ranks = set[Trait]() if self._member is None else {Trait.RANKS}
         return engine | ranks | model_traits(self.config)
+
+    @property
+    def _quest(self) -> Quest | None:
+        """None: nothing reads some pages alone."""
+        asked, traits = self._engine, self._first_traits | kv_traits(self.kv_spec)
+        if not asked.quest_budget or no_to(Capability.QUEST, traits):
+            return None
+        return Quest(asked.quest_budget, asked.quest_dense_layers)
 
     def _read_drafter(self, name: str) -> DraftConfig | None:
         if not name:
@@ -451,6 +460,9 @@ class ModelRunner:
             return sample(logits, asked, self.config.max_window, self._draw, masks)
 
         hidden = self._decoder.hidden_states(batch)
+        if batch.pages is not None:
+            self._running.check()
+            keep_bounds(step.seqs, tables, self._limits.block_size)
         if self._drafter is not None:
             hidden, found = hidden.clone(), self._decoder.captured
             states = torch.stack(found) if found else None
@@ -583,7 +595,8 @@ class ModelRunner:
             try:
                 library = kernels.load(default_cache_dir())
                 self._draw = CpuDraw(library, num_threads)
-                return CpuOps(own, pool, kind, longest, library, num_threads, weights)
+                made = own, pool, kind, longest, library, num_threads, weights
+                return CpuOps(*made, quest=self._quest)
             except kernels.KernelsUnavailable as error:
                 self.notices.append(f"CPU kernels are not used, torch is (slower): {error}")
         if self.device.type == "cuda":

@@ -97,6 +97,7 @@ class Scheduler:
         self.admits_until = inf  # those that have come later wait
         self._preempted: list[Sequence] = []
         self._drafting = Drafts.of(config)
+        self._mark = config.quest_mark  # salts that begin so are Quest's
 
     def add(self, seq: Sequence) -> None:
         seq.state = SeqState.WAITING
@@ -618,5 +619,6 @@ class Scheduler:
             follows=follows,
             need=seq.need,
             images=seq.spec.images,
+            reads_pages=bool(self._mark) and seq.spec.scope.salt.startswith(self._mark),
             kept=seq.kept,
         )

@@ -199,6 +199,14 @@ TESTED: dict[Capability, dict[str, str]] = {
         "one process": "local/test_local_approximate.py"
         "::test_it_leaves_host_memory_for_fewer_bits_and_comes_back",
     },
+    C.QUEST: {
+        "one process": "engine/model/cpu/test_quest.py"
+        "::test_pages_are_those_whose_bounds_allow_most",
+        "windows": "engine/model/cpu/test_quest.py"
+        "::test_passes_drafts_and_batches_give_the_tokens_of_single_steps",
+        "int8, int4": "engine/model/cpu/test_quest.py"
+        "::test_passes_drafts_and_batches_give_the_tokens_of_single_steps",
+    },
     C.SESSIONS: {
         "one process": "kvtransfer/tiers/test_tiers_orders.py"
         "::test_parked_blocks_leave_the_device_and_are_written_to_disk_at_once",

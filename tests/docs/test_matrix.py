@@ -253,6 +253,22 @@ def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.Mon
     return line
 
 
+def of_quest(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
+    asked: dict[str, Any] = {"quest_budget": 0.25, "num_speculative_tokens": 0}
+    if T.VLLM in no.where:
+        return error_of(lambda: config_of(VLLM | asked))
+    if T.GPU in no.where:
+        return error_of(lambda: prepared(make("llama"), on_gpu=True, **asked))
+    if T.RANKS in no.where:
+        return error_of(lambda: prepared(make("llama"), tensor_parallel_size=2, **asked))
+    if T.TORCH in no.where:
+        monkeypatch.setattr(kernels, "load", unavailable)
+    if T.FP8_KV in no.where:
+        asked["kv_dtype"] = "float8_e4m3"
+    family = next((FAMILY[each] for each in no.where if each in FAMILY), "llama")
+    return notices_of_ours(make(family), **asked)
+
+
 def of_weights(no: No) -> str:
     if T.GPU in no.where:
         runner = cast(Any, SimpleNamespace(traits=frozenset({T.GPU})))
@@ -294,6 +310,8 @@ def said(
             return of_requests(capability, no)
         case C.HAND_OVER:
             return of_handing_over(no, make, monkeypatch)
+        case C.QUEST:
+            return of_quest(no, make, monkeypatch)
         case C.SCALING:
             return of_scaling(no, make, monkeypatch)
         case C.WEIGHT_UPDATES:

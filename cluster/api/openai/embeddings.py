@@ -86,7 +86,7 @@ async def plan_embeddings(ctx: ApiContext, request: PooledRequest, tenant: Tenan
     """One silent choice for each text. Raises `ApiError`."""
     pooling = Pooling(request.pooling or ctx.tokenizer.pooling)
     sampling = SamplingParams(max_tokens=1, temperature=0.0, pooling=pooling)
-    of = needing(ctx.need_of(request.model), CacheScope(salt_of(request, tenant)))
+    of = needing(ctx.need_of(request.model), CacheScope(salt_of(ctx, request, tenant)))
     priority, special = priority_of(request, tenant), request.add_special_tokens
     spec = RequestSpec("", sampling, priority=priority, **of)
     texts: list[ChoicePlan] = []

@@ -309,7 +309,7 @@ class Generation:
             num_prompt += len(first.plan.tokens)
             num_cached += first.num_cached_tokens
             by_source.update(first.cached_by_source)
-        is_approximate = any(choice.plan.spec.scope.is_approximate for choice in self.choices)
+        kv = next((choice.plan.spec.scope.kv for choice in self.choices), "exact")
         num_output = sum(choice.num_tokens for choice in self.choices)
         num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         drafts = draft_tokens(*(sum(c.drafts[i] for c in self.choices) for i in (0, 1)))
@@ -322,7 +322,7 @@ class Generation:
                 "cached_tokens": num_cached,
                 "cache_write_tokens": num_prompt - num_cached,  # all that is computed is kept
                 "cached_tokens_by_source": {s: n for s, n in by_source.items() if n > 0},
-                **({"kv": "approximate"} if is_approximate else {}),
+                **({"kv": kv} if kv != "exact" else {}),
             },
             "completion_tokens_details": {"reasoning_tokens": num_reasoning, **drafts},
             **usage_of_weights(weights),

@@ -196,7 +196,7 @@ def _expansion(ctx: ApiContext, request: ModelRequest, tenant: Tenant, images: I
         ctx.client.node_id,
         images.tokens,
         ctx.settings.request_timeout_s,
-        scope=CacheScope(salt_of(request, tenant)),
+        scope=CacheScope(salt_of(ctx, request, tenant)),
         priority=priority_of(request, tenant),
         images=images,
         tenant=tenant.name,
@@ -439,15 +439,21 @@ def priority_of(request: ModelRequest, tenant: Tenant) -> int:
     return request.priority
 
 
-def salt_of(request: ModelRequest, tenant: Tenant) -> bytes:
+def salt_of(ctx: ApiContext, request: ModelRequest, tenant: Tenant) -> bytes:
     """The tenant's, and within that the request's own: it divides a cache, and opens none. Marked
-    where KV may be approximate."""
+    where KV may be another than exact. Raises `ApiError`."""
     salt = tenant.salt
     if request.cache_salt is not None:
         own = request.cache_salt.encode()
         salt = blake2b(own, digest_size=16, key=salt[:64], person=b"kvrelay-salt").digest()
-    asked = tenant.is_approximate if request.kv is None else request.kv == "approximate"
-    return APPROXIMATE + salt if asked else salt
+    if request.kv == "quest" and not ctx.quest_mark:
+        raise invalid(
+            "'kv': 'quest' needs a server with engine.quest_budget, which is 0 here: ask for"
+            " 'exact' or 'approximate'",
+            param="kv",
+        )
+    marks = {"approximate": APPROXIMATE, "quest": ctx.quest_mark}
+    return marks.get(request.kv or tenant.kv, b"") + salt
 
 
 def _about(ctx: ApiContext, request: GenerationRequest, tenant: Tenant) -> dict[str, Any]:
@@ -471,7 +477,7 @@ def _plan(
     seed = secrets.randbits(63) if request.seed is None else request.seed
     choices: list[ChoicePlan] = []
     is_seeded = request.seed is not None
-    salt, about = salt_of(request, tenant), _about(ctx, request, tenant)
+    salt, about = salt_of(ctx, request, tenant), _about(ctx, request, tenant)
     need = ctx.need_of(request.model)
     for prompt in prompts:
         scope = CacheScope(salt, ctx.public_prompts.num_public_tokens(prompt.tokens))

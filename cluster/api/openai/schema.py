@@ -38,6 +38,7 @@ from kvrelay.cluster.api.openai.pictures import (
 )
 from kvrelay.cluster.api.openai.tools import AllowedTools, ToolCall, ToolChoice, Tools
 from kvrelay.cluster.api.parameters import CHAT, COMPLETION, Fields
+from kvrelay.engine.kv.scope import KVKind
 from kvrelay.engine.request import NUMBERS, SamplingParams
 from kvrelay.router.config import MAX_PRIORITY
 
@@ -332,9 +333,7 @@ class ModelRequest(BaseModel):
     priority: _Priority | None = None  # lower goes first, as in vLLM
     service_tier: ServiceTier | None = None  # a name for a range of priorities
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-    kv: Literal["exact", "approximate"] | None = (
-        None  # below device memory; None: as the tenant has
-    )
+    kv: KVKind | None = None  # what its KV may be; None: as the tenant has
     # by whose weights alone it is answered; None: by any
     weight_version: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None  # -1: to what fits

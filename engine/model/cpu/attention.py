@@ -18,10 +18,11 @@ from kvrelay.engine.model.batch import Batch
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.cpu.kernels import KernelsUnavailable, structure
 from kvrelay.engine.model.ops import kv_planes, rope_tables
+from kvrelay.engine.model.quest import NEVER, Quest
 from kvrelay.engine.model.vision.rows import ImageRows
 
 _Attention, _Rope = structure("Attention"), structure("Rope")
-_Selection = structure("Selection")
+_Selection, _Quest = structure("Selection"), structure("Quest")
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}  # as in attention/attention.h
 _MAX_GROUP = 32  # heads that one item of work takes, if their KV head has more
 _MAX_LATENT_GROUP = 16  # their vectors are longer
@@ -36,6 +37,7 @@ class Key(NamedTuple):
     window: int  # a chunk is negative
     rope: int  # -1: none
     keeps_kv: bool
+    chooses: bool  # its queries may read some pages alone
 
 
 class CpuAttention:
@@ -50,12 +52,14 @@ class CpuAttention:
         library: Any,
         num_threads: int,
         low_precision: int = 0,
+        quest: Quest | None = None,
     ) -> None:
         """low_precision: as of `CpuOps`; for keys and values in bfloat16, where heads are of whole
         vectors of pairs.
         pool: [num_blocks, num_layers, num_planes, num_kv_heads, block_size, head_dim], float32
-        or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. Raises
-        KernelsUnavailable for shapes that the kernels do not know."""
+        or bfloat16, or bytes [.., num_kv_heads, bytes_per_head] of float8_e4m3. quest: of
+        a pool of one shape, in float32 or bfloat16. Raises KernelsUnavailable for shapes that the
+        kernels do not know."""
         _check(config, pool, library)
         self._pool, self._lib, self._config, c = pool, library, config, config
         self._threads, self._low_precision = num_threads, low_precision
@@ -67,13 +71,16 @@ class CpuAttention:
         self._attentions: dict[Key, Any] = {}
         self._selection = _selection_of(c)
         self._selected = torch.empty(0, dtype=torch.int32)
+        self._quest, self._bounds = _quest_of(quest, pool)
+        self._never = torch.empty(0, dtype=torch.int32)
         self._index_ropes: dict[Key, Any] = {}
         self._index_keys: dict[int, int] = {}  # where each layer's are in block 0
         # Which of them each layer has, and where its keys are in block 0.
         self._layers: dict[int, tuple[Key, int]] = {}
         for layer, (group, _) in c.kv_places().items():
             index, window = c.layer_ropes[layer] if c.layer_ropes else 0, c.window_or_chunk(layer)
-            key = Key(group, window, index, c.keeps_kv(layer))
+            chooses = quest is not None and quest.has(layer, window)
+            key = Key(group, window, index, c.keeps_kv(layer), chooses)
             self._layers[layer] = key, planes[layer][0].data_ptr()
             if self._selection is not None:
                 self._index_keys[layer] = planes[layer][1].data_ptr()
@@ -132,12 +139,30 @@ class CpuAttention:
             low_precision=self._low_precision if is_low_precision else 0,
             threads=self._threads,
             selection=self._selection_at,
+            quest=self._quest_at if key.chooses else None,
             **shared,
         )
 
     @property
     def _selection_at(self) -> int | None:
         return None if self._selection is None else ctypes.addressof(self._selection)
+
+    @property
+    def _quest_at(self) -> int | None:
+        return None if self._quest is None else ctypes.addressof(self._quest)
+
+    def _read_pages(self, batch: Batch) -> None:
+        """Says which rows of the batch do."""
+        if self._quest is None:
+            return
+        self._quest.num_seqs, pages = len(batch.spans), batch.pages
+        if pages is None:
+            if len(self._never) < len(batch.spans):
+                self._never = torch.full((2 * len(batch.spans),), NEVER, dtype=torch.int32)
+            starts = bounded = self._never
+        else:
+            starts, bounded = pages.starts, pages.bounded
+        self._quest.starts, self._quest.bounded = starts.data_ptr(), bounded.data_ptr()
 
     def _select_for(self, num_tokens: int) -> None:
         """Has room for what so many tokens attend to."""
@@ -157,8 +182,10 @@ class CpuAttention:
             "table_stride": batch.block_tables.shape[1],
         }
         plans: dict[tuple[int, ...], dict[str, int]] = {}
+        self._read_pages(batch)
         for key, each in self._attentions.items():
-            kind = key.window, each.num_heads // each.group, each.group, each.head_dim
+            heads = each.num_heads // each.group, each.group, each.head_dim
+            kind = key.window, *heads, key.chooses
             if kind not in plans:
                 plans[kind] = self._plan(batch, each, kind)
             each.tables = batch.tables_of(key.group).data_ptr()
@@ -211,6 +238,7 @@ class CpuAttention:
             each.window,
             each.num_sinks,
             0 if self._selection is None else self._selection.topk,
+            self._quest.starts if each.quest else None,
             items.data_ptr(),
             merges.data_ptr(),
             ctypes.addressof(counts),
@@ -237,8 +265,11 @@ class CpuAttention:
             key: _Rope.from_buffer_copy(each) for key, each in self._index_ropes.items()
         }
         other._selection = _selection_of(self._config)
-        for each in other._attentions.values():
+        if self._quest is not None:
+            other._quest = _Quest.from_buffer_copy(self._quest)
+        for key, each in other._attentions.items():
             each.selection = other._selection_at
+            each.quest = other._quest_at if key.chooses else None
         other._selected = torch.empty(0, dtype=torch.int32)
         other._plans, other._alive = {}, None
         return other
@@ -262,9 +293,16 @@ class CpuAttention:
             for name in ("query_start", "query_len", "context_len"):
                 setattr(each, name, at[name])
         self._select_for(capacity)
+        if self._quest is not None:
+            self._quest.starts, self._quest.bounded = at["starts"], at["bounded"]
         for key, rope in (*self._ropes.items(), *self._index_ropes.items()):
             rope.positions, rope.slots = at["positions"], rows["slots"][key.group].ctypes.data
         return [ctypes.addressof(each) for each in self._attentions.values()]
+
+    @property
+    def chooses(self) -> bool:
+        """Whether layers do, for rows that ask for it."""
+        return self._quest is not None
 
     def described(self, layer: int) -> tuple[int, int, int]:
         """Addresses of a layer's `Rope`, `Attention` and first element in block 0: good for as long
@@ -360,6 +398,23 @@ def _selection_of(config: ModelConfig) -> Any:
     if indexer is None:
         return None
     return _Selection(heads=indexer.num_heads, dim=indexer.head_dim, topk=indexer.topk)
+
+
+def _quest_of(quest: Quest | None, pool: torch.Tensor) -> tuple[Any, torch.Tensor | None]:
+    """With the room for bounds, which takes memory as it is written."""
+    if quest is None:
+        return None, None
+    num_blocks, num_layers, planes, heads, _, dim = pool.shape
+    assert planes == 2
+    bounds = torch.empty(num_blocks, num_layers, heads, 2, dim, dtype=pool.dtype)
+    made = _Quest(
+        pool=pool.data_ptr(),
+        bounds=bounds.data_ptr(),
+        num_layers=num_layers,
+        least=quest.least_tokens,
+        share=quest.share,
+    )
+    return made, bounds
 
 
 def _check(config: ModelConfig, pool: torch.Tensor, library: Any) -> None:

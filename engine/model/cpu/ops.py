@@ -32,6 +32,7 @@ from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, gate_is_silu, norm_
 from kvrelay.engine.model.cpu.step import CpuDecode, CpuStep, described_experts
 from kvrelay.engine.model.cpu.terms import CpuTerm, pack_term
 from kvrelay.engine.model.ops import INDEX_EPS, split_queries_and_keys
+from kvrelay.engine.model.quest import Quest
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.stacked import Stacked, widened
 from kvrelay.engine.model.state_layout import MAMBA2
@@ -53,8 +54,9 @@ class CpuOps:
         num_threads: int,
         quantization: str = "none",
         low_precision: int | None = None,
+        quest: Quest | None = None,
     ) -> None:
-        """pool: as `CpuAttention` takes it; quantization: of weights, "none" or "int8";
+        """pool, quest: as `CpuAttention` takes them; quantization: of weights, "none" or "int8";
         low_precision: the kind (cpu.linear) of GEMM with rounded factors, or 0 for none; None: if
         `dtype` is bfloat16, what is fastest on this CPU. Raises KernelsUnavailable for what the
         kernels do not know."""
@@ -65,7 +67,7 @@ class CpuOps:
         if low_precision is None:
             low_precision = fastest_kind(library) if dtype == torch.bfloat16 else 0
         self._attention = CpuAttention(
-            config, pool, max_positions, library, num_threads, low_precision
+            config, pool, max_positions, library, num_threads, low_precision, quest
         )
         self._linear = CpuLinear(
             library,

@@ -25,6 +25,7 @@ from kvrelay.engine.model.cpu.linear import ACTIVATIONS
 from kvrelay.engine.model.cpu.recurrent import CpuRecurrent, address, described_matrix
 from kvrelay.engine.model.cpu.terms import put_terms
 from kvrelay.engine.model.ops import INDEX_EPS
+from kvrelay.engine.model.quest import bounded_of, starts_of
 from kvrelay.engine.model.sampling.counts import COUNTS, counts_of
 from kvrelay.engine.model.sampling.sampler import DRAW, Masks, draw_of, is_drawn, sample
 from kvrelay.engine.model.terms import NOTHING_LOADED, RowTerms, term_rows
@@ -379,6 +380,10 @@ class CpuDecode:
             request.step.captured = self.captured.data_ptr()
             self.captured = self.captured.view(shape)
         sampled = self._verify(seqs, count) if count > len(seqs) else self._pass(count)
+        if self._attention.chooses:
+            bounded = self._rows["bounded"][: len(seqs)].tolist()
+            for table, num_rows in zip(tables, bounded, strict=True):
+                table.num_bounded = num_rows
         if self._undrawn:
             rows = self._rows["query_start"][self._undrawn].tolist()
             own = None if masks is None else masks[rows]
@@ -459,6 +464,9 @@ class CpuDecode:
         rows["tokens"][:count] = [token for seq in seqs for token in seq.input_tokens]
         rows["positions"][:count] = [at for seq in seqs for at in range(seq.start, seq.end)]
         lengths = [len(seq.input_tokens) for seq in seqs]
+        if self._attention.chooses:
+            rows["starts"][: len(seqs)] = starts_of(seqs)
+            rows["bounded"][: len(seqs)] = bounded_of(seqs, tables, self._limits.block_size)
         is_new = lengths != self._lengths  # rows are others'
         if is_new:
             self._lengths = lengths
@@ -506,6 +514,8 @@ class CpuDecode:
             "draws": np.zeros(count, DRAW),
             "drawn": np.zeros(limits.block_size * count, np.int64),
             "stop_ends": np.zeros(count, np.int64),
+            "starts": np.zeros(count, np.int32),
+            "bounded": np.zeros(count, np.int32),
         }
         at = self._attention.hold(self._rows, count, self._splits)
         self._attentions, request.num_attentions = (ctypes.c_void_p * len(at))(*at), len(at)
@@ -513,7 +523,7 @@ class CpuDecode:
         if self._recurrent is not None:
             request.states, request.num_state_groups = self._recurrent.hold(count)
         for name, array in self._rows.items():
-            if name != "query_start":
+            if name not in ("query_start", "starts", "bounded"):
                 setattr(request, name, array.ctypes.data)
         rows = count + request.step.threads * ROW_BLOCK_STEP
         self._buffers = {name: torch.empty(rows * each) for name, each in self._widths.items()}

@@ -19,5 +19,5 @@ void kvr_parallel_ranges(int threads, int64_t count, void (*body)(void *arg, int
 /* At least `bytes` of memory of the calling thread, 64-byte aligned, valid until it asks again for the
  * same use. */
 enum { SCRATCH_CALLER, SCRATCH_TASK, SCRATCH_EXPERTS, SCRATCH_LATENT, SCRATCH_CONVOLVED, SCRATCH_GATE,
-       SCRATCH_LOW_RANK, SCRATCH_ADDED, SCRATCH_INDEX, SCRATCH_SELECTED, NUM_SCRATCH };
+       SCRATCH_LOW_RANK, SCRATCH_ADDED, SCRATCH_INDEX, SCRATCH_SELECTED, SCRATCH_PAGES, NUM_SCRATCH };
 void *kvr_scratch(int use, size_t bytes);

@@ -14,6 +14,7 @@ from kvrelay.cluster.api.context import ApiSettings
 from kvrelay.cluster.api.tenants import Tenants
 from kvrelay.cluster.api.text.tokenizer import PublicPrompts, Tokenizer
 from kvrelay.cluster.config import TenantEntry
+from kvrelay.engine.config import EngineSection
 from kvrelay.engine.kv.block_hash import hash_blocks
 from kvrelay.engine.kv.scope import CacheScope
 from kvrelay.router.messages import SessionReply, Submit
@@ -174,7 +175,7 @@ def test_approximate_kv_is_asked_for_by_a_request_or_by_its_tenant_and_has_its_o
     wrong = guarded.http.post(
         "/v1/chat/completions", json=BODY | {"kv": "int4"}, headers=bearer("red-key")
     )
-    assert "'exact' or 'approximate', got 'int4'" in error_of(wrong, 400)["message"]
+    assert "'exact', 'approximate' or 'quest', got 'int4'" in error_of(wrong, 400)["message"]
 
 
 def test_a_tenants_kv_is_as_its_entry_says(guarded: Served) -> None:
@@ -186,6 +187,22 @@ def test_a_tenants_kv_is_as_its_entry_says(guarded: Served) -> None:
         assert not submitted(guarded, "red-key").scope.is_approximate
     finally:
         guarded.ctx.tenants.update(Tenants.of(ENTRIES, b"a secret"))
+
+
+def test_quest_is_for_servers_that_have_it(guarded: Served) -> None:
+    body = BODY | {"kv": "quest"}
+    refused = guarded.http.post("/v1/chat/completions", json=body, headers=bearer("red-key"))
+    assert "engine.quest_budget, which is 0 here" in error_of(refused, 400)["message"]
+    guarded.ctx.quest_mark = EngineSection(quest_budget=0.25).quest_mark
+    try:
+        asked = submitted(guarded, "red-key", body)
+        assert (asked.scope.kv, submitted(guarded, "red-key").scope.kv) == ("quest", "exact")
+        assert set(names(asked)).isdisjoint(names(submitted(guarded, "red-key")))
+        assert set(names(asked)).isdisjoint(
+            names(submitted(guarded, "red-key", BODY | {"kv": "approximate"}))
+        )
+    finally:
+        guarded.ctx.quest_mark = b""
 
 
 def test_usage_says_that_kv_may_be_approximate(guarded: Served) -> None:

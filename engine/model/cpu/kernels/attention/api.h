@@ -11,6 +11,19 @@ typedef struct {
     int32_t *selected; /* [num_tokens, topk]: ascending; of tokens from position `topk` on */
 } Selection;
 
+/* Quest: queries that read some pages of a sequence alone, a page being a block. The pages' bounds, the least
+ * and the largest number of their keys in each dimension, are [num_blocks, layers of a block, num_kv_heads,
+ * 2, head_dim], of the pool's type. */
+typedef struct {
+    const int32_t *starts; /* [num_seqs]: the position from which on queries of a sequence do */
+    int32_t *bounded;    /* [num_seqs]: its first pages, whose bounds are there in all layers */
+    const void *pool;    /* first element of the first layer's keys in block 0 */
+    void *bounds;
+    int64_t num_layers, num_seqs; /* num_layers: of a block */
+    int64_t least; /* tokens that are read at least */
+    float share;   /* of the context that is read */
+} Quest;
+
 /* Attention of the layers that share a window and a rope, for one batch.
  *
  * A KV head with many query heads is cut into `shares` of `group` query heads each; a "head" of an
@@ -36,6 +49,7 @@ typedef struct {
     int64_t rope_at, rope_dim; /* which of a head's dimensions are rotated */
     int64_t mixed_half;        /* half of the dimensions with a Hadamard transform; 0: none */
     Selection *selection;      /* NULL: there is none */
+    Quest *quest;              /* NULL: all queries read all pages */
     float scale, softcap;      /* softcap 0: none */
     int32_t kv_kind, threads;
     int32_t low_precision; /* BF16_PAIRS, AMX, FP16 or INT16: what both GEMMs compute in; 0: float32 */
@@ -55,10 +69,15 @@ int64_t kvr_attention_short_query(void);
 /* Work for `kvr_attention`, heaviest first within a sequence. `num_heads` counts the shares. Fills
  * `items` and `merges` (see Attention), and counts[3] = items, merges, partials. A sequence has one
  * item for each head and tile, or up to context_len / kvr_attention_split_keys() + 2 if its query is
- * short. Queries from position `topk` on, if it is not 0, are left out. */
+ * short. Queries from position `topk` on, if it is not 0, are left out, and those of sequence s from
+ * position starts[s] on, if it is not NULL. */
 void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_t *context_len,
                         int64_t num_heads, int64_t tile, int64_t window, int64_t sinks,
-                        int64_t topk, int32_t *items, int32_t *merges, int64_t *counts);
+                        int64_t topk, const int32_t *starts, int32_t *items, int32_t *merges,
+                        int64_t *counts);
+
+/* A step has passed all layers: what it made of bounds is there. */
+void kvr_keep_bounds(const Attention *attention);
 
 /* Whether some token of the batch attends to chosen positions. */
 int kvr_selects(const Attention *attention);

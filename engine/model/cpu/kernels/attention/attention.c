@@ -28,18 +28,16 @@ int64_t kvr_attention_tile(int64_t group, int64_t dim) {
     return group < rows ? rows / group : 1;
 }
 
-/* Work for `kvr_attention`, heaviest first within a sequence. `num_heads` counts the shares. Fills
- * `items` and `merges` (see Attention), and counts[3] = items, merges, partials. Of a sequence's
- * items there are for each head and tile one, or up to context_len / SPLIT_KEYS + 2 where it is short.
- * Queries from position `topk` on, if it is not 0, are left out: `kvr_attend_selected` has those. */
 void kvr_attention_plan(int64_t num_seqs, const int32_t *query_len, const int32_t *context_len,
                         int64_t num_heads, int64_t tile, int64_t window, int64_t sinks,
-                        int64_t topk, int32_t *items, int32_t *merges, int64_t *counts) {
+                        int64_t topk, const int32_t *starts, int32_t *items, int32_t *merges,
+                        int64_t *counts) {
     int64_t num_items = 0, num_merges = 0, num_partials = 0;
     for (int64_t s = 0; s < num_seqs; s++) {
         int64_t length = query_len[s], begin = context_len[s] - length;
         int is_short = length <= SHORT_QUERY;
         if (topk && begin + length > topk) length = topk - begin;
+        if (starts && begin + length > starts[s]) length = starts[s] - begin;
         if (length <= 0) continue;
         for (int64_t p = (length - 1) / tile; p >= 0; p--) {
             int64_t first = p * tile, last = first + tile < length ? first + tile : length, pieces = 1;
@@ -78,4 +76,5 @@ void kvr_attention(const Attention *base, const float *qkv, float *out, const vo
     kvr_parallel_ranges(a.threads, a.num_items, item_task, &a);
     kvr_parallel(a.threads, (a.num_merges + MERGES - 1) / MERGES, merge_task, &a);
     if (a.selection) kvr_attend_selected(&a);
+    if (a.quest) kvr_attend_pages(&a);
 }

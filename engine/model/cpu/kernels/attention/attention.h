@@ -51,8 +51,12 @@ void kvr_tile_item(const Attention *a, const int32_t *item, const int32_t *next)
 /* The partial results of the kv_splits of a tile's queries become one. */
 void kvr_tile_merge(const Attention *a, const int32_t *item);
 
-/* The tokens of the call that attend to chosen positions (selected.c). */
+/* The tokens of the call that attend to chosen positions (selected.c), and to chosen pages (quest.c). */
 void kvr_attend_selected(const Attention *a);
+void kvr_attend_pages(const Attention *a);
+
+/* The places of the `topk` highest of more scores, ascending; of equal ones the first. */
+void kvr_choose(const float *scores, int64_t count, int64_t topk, int32_t *to);
 
 /* Element offset of position `pos` of this KV head, from the layer's keys in block 0. */
 INLINE int64_t kv_at(const Attention *a, const int32_t *table, int64_t kv_head, int64_t pos) {

@@ -107,9 +107,8 @@ INLINE uint32_t ordered(float x) {
     return bits >> 31 ? ~bits : bits | 1u << 31;
 }
 
-/* The places of the `topk` highest of more scores, ascending; of equal ones the first. The lowest that is
- * chosen is found by its bits, from the highest on. */
-static void choose(const float *scores, int64_t count, int64_t topk, int32_t *to) {
+/* The lowest that is chosen is found by its bits, from the highest on. */
+void kvr_choose(const float *scores, int64_t count, int64_t topk, int32_t *to) {
     static const int shifts[] = {21, 10, 0}, widths[] = {11, 11, 10};
     uint32_t lowest = 0, known = 0;
     for (int part = 0; part < 3; part++) {
@@ -132,7 +131,7 @@ static void choose_task(void *arg, int64_t task) {
     const Tokens *t = arg;
     const Token *token = t->tokens + task;
     int64_t topk = t->s->topk;
-    choose(t->scores + task * t->stride, token->pos + 1, topk, t->s->selected + token->row * topk);
+    kvr_choose(t->scores + task * t->stride, token->pos + 1, topk, t->s->selected + token->row * topk);
 }
 
 void kvr_select(const Attention *base, const float *queries, const float *weights, const void *pool) {
@@ -183,7 +182,7 @@ void kvr_attend_selected(const Attention *a) {
         for (int32_t i = 0; i < t.count; i++)
             tables[i] = i, start[i] = (int32_t)t.tokens[i].row, ones[i] = 1, contexts[i] = (int32_t)topk;
         kvr_parallel(a->threads, t.count * t.chunks, gather_task, &t);
-        kvr_attention_plan(t.count, ones, contexts, shares, 1, 0, 0, 0, items, merges, counts);
+        kvr_attention_plan(t.count, ones, contexts, shares, 1, 0, 0, 0, NULL, items, merges, counts);
         g.num_items = counts[0], g.num_merges = counts[1];
         kvr_attention(&g, a->qkv, a->out, t.gathered);
     }

@@ -67,8 +67,10 @@ static void plan(const Decode *d) {
         Attention *a = d->attentions[i];
         int64_t counts[3], heads = a->num_heads / a->group, tile = kvr_attention_tile(a->group, a->head_dim);
         if (a->selection) a->selection->num_seqs = d->num_seqs;
-        kvr_attention_plan(d->num_seqs, a->query_len, a->context_len, heads, tile, a->window,
-                           a->num_sinks, a->selection ? a->selection->topk : 0, (int32_t *)a->items, (int32_t *)a->merges, counts);
+        if (a->quest) a->quest->num_seqs = d->num_seqs;
+        kvr_attention_plan(d->num_seqs, a->query_len, a->context_len, heads, tile, a->window, a->num_sinks,
+                           a->selection ? a->selection->topk : 0, a->quest ? a->quest->starts : NULL,
+                           (int32_t *)a->items, (int32_t *)a->merges, counts);
         a->num_items = counts[0], a->num_merges = counts[1];
     }
 }
@@ -120,6 +122,7 @@ static void pass(const Decode *d, int64_t number, int64_t *drawn) {
     }
     kvr_layers(d->layers, d->num_layers, s);
     if (is_abandoned()) return;
+    for (int64_t i = 0; i < d->num_attentions; i++) kvr_keep_bounds(d->attentions[i]);
     const float *normed = d->norm ? s->norm : s->hidden;
     if (d->norm) kvr_rms_norm(s->hidden, width, d->norm, s->norm, rows, width, s->eps, s->threads);
     if (d->before) memcpy(d->before, d->leaves_normed ? normed : s->hidden, sizeof(float) * rows * width);
