@@ -79,7 +79,9 @@ AT_VLLM: dict[str, AtVllm] = {
     "engine.window": AtVllm(_MODEL, (0,)),
     "engine.sinks": AtVllm(_MODEL, (0,)),
     "engine.guard": AtVllm("nothing: block tables are vLLM's"),
-    "engine.max_num_batched_tokens": AtVllm("the same, at least `max_num_seqs`"),
+    "engine.max_num_batched_tokens": AtVllm(
+        "the same, at least `max_num_seqs`; not where it pools"
+    ),
     "engine.itl_target_ms": AtVllm(_STEPS, (0.0,)),
     "engine.itl_most_ms": AtVllm(_STEPS, (0.0,)),
     "engine.max_num_seqs": _SAME,

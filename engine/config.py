@@ -24,6 +24,7 @@ from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
 VLLM_CPU_BLOCK = 32  # its attention on CPUs takes multiples of so many tokens
 VLLM_CPU_TOKENS = 2048  # those of a step on CPUs, where none are set
+POOLING = "pooling"  # what vLLM calls its runner for embeddings
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 
@@ -111,6 +112,11 @@ class EngineSection(Section, frozen=True):
             max_num_batched_tokens=self.max_num_batched_tokens or tokens,
             max_num_seqs=self.max_num_seqs or (256 if gpu else 64),
         )
+
+    @property
+    def pools(self) -> bool:
+        """Whether vLLM is to compute embeddings, and nothing else."""
+        return self.runs == "vllm" and self.arguments.get("runner") == POOLING
 
     @property
     def num_stages(self) -> int:
