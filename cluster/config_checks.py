@@ -82,7 +82,9 @@ AT_VLLM: dict[str, AtVllm] = {
     "engine.quest_budget": AtVllm(_READS_ALL, (0.0,)),
     "engine.quest_dense_layers": AtVllm(_READS_ALL, (EngineSection().quest_dense_layers,)),
     "engine.guard": AtVllm("nothing: block tables are vLLM's"),
-    "engine.max_num_batched_tokens": AtVllm("the same, at least `max_num_seqs`"),
+    "engine.max_num_batched_tokens": AtVllm(
+        "the same, at least `max_num_seqs`; not where it pools"
+    ),
     "engine.itl_target_ms": AtVllm(_STEPS, (0.0,)),
     "engine.itl_most_ms": AtVllm(_STEPS, (0.0,)),
     "engine.max_num_seqs": _SAME,

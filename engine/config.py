@@ -25,6 +25,7 @@ from kvrelay.engine.weights import NO_VERSION, WeightVersion
 
 VLLM_CPU_BLOCK = 32  # its attention on CPUs takes multiples of so many tokens
 VLLM_CPU_TOKENS = 2048  # those of a step on CPUs, where none are set
+POOLING = "pooling"  # what vLLM calls its runner for embeddings
 STATS_INTERVAL_S = 0.25  # between two statistics of a worker
 
 
@@ -121,6 +122,11 @@ class EngineSection(Section, frozen=True):
     def quest_mark(self) -> bytes:
         """What salts begin with of those who have asked for Quest; b"": nobody may."""
         return quest_mark(self.quest_budget, self.quest_dense_layers) if self.quest_budget else b""
+
+    @property
+    def pools(self) -> bool:
+        """Whether vLLM is to compute embeddings, and nothing else."""
+        return self.runs == "vllm" and self.arguments.get("runner") == POOLING
 
     @property
     def num_stages(self) -> int:

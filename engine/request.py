@@ -63,6 +63,7 @@ class Pooling(StrEnum):
 
     MEAN = "mean"
     LAST = "last"
+    CLS = "cls"  # of its first token, where encoders have one for this
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 class Capability(StrEnum):
     """What a user may ask for."""
 
+    GENERATION = "chats and completions"
     ADAPTERS = "LoRA adapters"
     NGRAM_DRAFTS = "drafts by n-grams"
     HEAD_DRAFTS = "drafts by a head"
@@ -69,6 +70,8 @@ class Trait(StrEnum):
     DRAFTER = "a drafter"
     VLLM = "vLLM"
     NO_LORA = "vLLM without LoRA"
+    POOLING = "vLLM that pools"
+    NO_POOLING = "vLLM that generates"
     MODELS = "several models"
     ROUTERS = "several routers"
     SERVERS = "several servers"
@@ -126,6 +129,8 @@ def engine_traits(engine: EngineSection, *, on_gpu: bool) -> frozenset[Trait]:
         (Trait.RANKS, engine.tensor_parallel_size > 1 and not is_vllm),
         (Trait.DRAFTER, bool(engine.drafter) and not is_vllm),
         (Trait.NO_LORA, is_vllm and not (has_lora and (on_gpu or LORA_ON_CPUS))),
+        (Trait.POOLING, engine.pools),
+        (Trait.NO_POOLING, is_vllm and not engine.pools),
     )
 
 
@@ -216,6 +221,8 @@ _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
 _NO_LORA = (
     "of workers that run vllm, those on GPUs with engine.arguments.enable_lora compute adapters"
 )
+_POOLS = "with engine.arguments.runner = 'pooling' vLLM computes embeddings alone: /v1/embeddings"
+_GENERATES = "of vLLM's workers, those with engine.arguments.runner = 'pooling' compute embeddings"
 _ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
 _BY_VLLM = "workers with engine.runs = 'vllm' do"
 _NO_IMAGES = f"images are read by one process on a CPU; {_BY_VLLM} on GPUs too"
@@ -224,10 +231,12 @@ _DRAFTED = "images are not read beside engine.drafter, which knows tokens alone:
 _PARTS = "vLLM's backend for grammars takes none of this form"
 _NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget for reasoning here"
 
+_ONLY_POOLS = _no("engine", _POOLS, Trait.VLLM, Trait.POOLING)
 _STATES_OF_RANKS = (Trait.GPU, Trait.STATES, Trait.RANKS)
 
+_OWN_DRAFTS = "workers that run vllm draft by engine.arguments.speculative_config alone"
 _OF_DRAFTERS = (
-    _no("engine", "workers that run vllm generate without draft tokens", Trait.VLLM),
+    _no("engine", _OWN_DRAFTS, Trait.VLLM),
     _no("ranks", _OF_MODEL, Trait.RANKS),
     _no("device", _OF_MODEL, Trait.GPU),
     _no("layers", _OF_MODEL, Trait.LAYERWISE),
@@ -238,6 +247,9 @@ _NO_MTP = "MTP layers have no sparse attention yet: n-grams, a head or a model d
 _OF_TIERS = _not_copied(How.WITHOUT, "KV stays in vLLM's memory")
 
 RULES: dict[Capability, tuple[No, ...]] = {
+    **dict.fromkeys(
+        (Capability.GENERATION, Capability.PENALTIES, Capability.LOGPROBS), (_ONLY_POOLS,)
+    ),
     Capability.ADAPTERS: (
         _no("engine", _NO_LORA, Trait.VLLM, Trait.NO_LORA),
         _no("device", "adapters are computed on CPUs, not on GPUs", Trait.GPU),
@@ -249,10 +261,17 @@ RULES: dict[Capability, tuple[No, ...]] = {
     ),
     **dict.fromkeys(DRAFTERS, _OF_DRAFTERS),
     Capability.MTP_DRAFTS: (*_OF_DRAFTERS, _no("layers", _NO_MTP, Trait.SPARSE)),
-    Capability.GRAMMARS: (_no("engine", _PARTS, Trait.VLLM, how=How.PART),),
-    Capability.REASONING_BUDGET: (_no("engine", _NO_EDITS, Trait.VLLM, Trait.GPU),),
-    Capability.EMBEDDINGS: (_no("engine", "vLLM's workers compute no embeddings", Trait.VLLM),),
+    Capability.GRAMMARS: (
+        _ONLY_POOLS,
+        _no("engine", _PARTS, Trait.VLLM, how=How.PART),
+    ),
+    Capability.REASONING_BUDGET: (
+        _ONLY_POOLS,
+        _no("engine", _NO_EDITS, Trait.VLLM, Trait.GPU),
+    ),
+    Capability.EMBEDDINGS: (_no("engine", _GENERATES, Trait.VLLM, Trait.NO_POOLING),),
     Capability.IMAGES: (
+        _ONLY_POOLS,
         _no("device", _NO_IMAGES, Trait.GPU),
         _no("ranks", _NO_IMAGES, Trait.RANKS),
         _no("layers", _NO_TOWER, Trait.OTHER_VISION),

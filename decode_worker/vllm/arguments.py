@@ -45,6 +45,9 @@ def arguments(
         "enable_prefix_caching": True,
         "structured_outputs_config": {"backend": "guidance"},
     }
+    if engine.pools:  # a prompt is computed whole, and nothing of it is found again
+        found["enable_prefix_caching"] = False
+        del found["max_num_batched_tokens"]
     if engine.max_model_len:
         found["max_model_len"] = engine.max_model_len
     if engine.num_blocks:

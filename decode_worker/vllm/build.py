@@ -146,11 +146,11 @@ def _built(
     with contextlib.suppress(ModelError):  # where there are no *.safetensors, weights stay
         base = read_version(path)
         config = structs.replace(config, weights=spec.weights or base, base_weights=base.digest)
-    edits, drafts = vllm.edits, vllm.drafts
+    can: dict[str, Any] = {"edits": vllm.edits, "drafts": vllm.drafts, "pools": vllm.pools}
     asked = [*drafts_of(spec.engine), *tiers_of(spec.tiers)]
     notices = (*notices_of(asked, traits), *whole_lines(form))
     if copied is None:
-        node = VllmWorker(config, roles, copies=False, edits=edits, drafts=drafts)
+        node = VllmWorker(config, roles, copies=False, **can)
         info = replace(config.info(), hands_over=False)
         return BuiltWorker(node, info, vllm.start, notices)
     try:
@@ -166,7 +166,7 @@ def _built(
 
     # Its blocks are in the order of vLLM, which is not that of four bits.
     config = structs.replace(own.config, quantizes=False)
-    node = VllmWorker(config, roles, own.facts.records, edits=edits, drafts=drafts)
+    node = VllmWorker(config, roles, own.facts.records, **can)
     return BuiltWorker(
         node, config.info(), make_executor, (*notices, *own.notices), leave_kv=own.leave_kv
     )

@@ -53,6 +53,7 @@ from kvrelay.decode_worker.vllm.ranks import (
 )
 from kvrelay.decode_worker.vllm.stages import receive_stages
 from kvrelay.decode_worker.vllm.weights import VllmWeights
+from kvrelay.engine.config import POOLING
 from kvrelay.engine.host import Deliver, first_line
 from kvrelay.engine.needs import NeedError
 from kvrelay.engine.node import Effect, NodeId
@@ -70,10 +71,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvrelay.vllm")
 
 PUBLISHER = "kvrelay"
+EMBED = "embed"  # the task, as vLLM calls it
 CLOSE_S = 15.0
 RANKS_S = 120.0  # for a call of all ranks between steps, which maps memory at most
 WARM_UP = Begin("warm-up", (1, 2, 3), "", {"max_tokens": 2, "temperature": 0.0})
 PROBE = Begin("probe", (1, 2, 3), "", {"max_tokens": 1, "temperature": 0.0, "logprobs": 0})
+POOLED = Begin("pooled", (1, 2, 3), "", {"task": EMBED, "use_activation": False})
 
 
 @dataclass(slots=True)
@@ -153,7 +156,8 @@ class VllmEngine:
         self.copies = Copies()
         self._reports = _Reports()
         extra = _connector(name, self.copies) if copies else {}
-        self.edits = _can_edit(arguments)
+        is_pooling = arguments.get("runner") == POOLING
+        self.edits = _can_edit(arguments) and not is_pooling
         self.drafts = bool(arguments.get("speculative_config"))
         if self.edits:
             extra |= _edits(arguments)
@@ -161,7 +165,8 @@ class VllmEngine:
         own = {"seed": secrets.randbits(31), "scheduling_policy": "priority", **arguments, **extra}
         self._engine = _open(own, self._reports)
         self._engine.model_executor.register_failure_callback(self._on_rank_lost)
-        if _is_cpu() and not all(self._in_ranks(keep_draws)):
+        self.pools = self._pooled_by()
+        if _is_cpu() and not is_pooling and not all(self._in_ranks(keep_draws)):
             log.warning(
                 "vLLM %s samples as no version that is known: seeds may end it", self.version
             )
@@ -184,13 +189,23 @@ class VllmEngine:
         self._transfers: TransferLoops | None = None
         self.weights = VllmWeights(self._engine, self._probe, cache_dir)
         self._loads: StepThread[LoadWeights, WeightsLoaded] | None = None
-        self._alone(WARM_UP)
+        self._alone(POOLED if self.pools else WARM_UP)
         self.first = self._reports.take((), 0.0)
 
     @property
     def config(self) -> Any:
         """Returns what vLLM has made of the arguments."""
         return self._engine.vllm_config
+
+    def _pooled_by(self) -> str:
+        """How vLLM makes embeddings; "": it generates. Raises ValueError where what it computes of
+        prompts is something else."""
+        if self.config.model_config.runner_type != POOLING:
+            return ""
+        tasks = self._engine.get_supported_tasks()
+        if EMBED not in tasks:
+            raise ValueError(f"of {', '.join(tasks)} none is embeddings, and nothing else is asked")
+        return str(self.config.model_config.pooler_config.seq_pooling_type).lower()
 
     @property
     def num_ranks(self) -> int:
@@ -344,6 +359,9 @@ class VllmEngine:
         return found
 
     def _probe(self) -> float:
+        """Returns a number that follows from all weights."""
+        if self.pools:
+            return float(np.frombuffer(self._alone(POOLED)[-1].embedding, np.float32).sum())
         return self._alone(PROBE)[-1].logprobs[-1].logprob
 
     def _begin(self, effect: Begin, prompt: Any = None) -> None:
@@ -444,10 +462,12 @@ def _prompt(begin: Begin) -> dict[str, Any]:
 
 
 def _sampling(options: Mapping[str, Any]) -> Any:
-    from vllm import SamplingParams
+    from vllm import PoolingParams, SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     given = dict(options)
+    if "task" in given:
+        return PoolingParams(**given)
     if "structured_outputs" in given:
         given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     # The stop tokens that are given have the model's own among them.
@@ -463,6 +483,9 @@ def _has_image(keys: Sequence[Any] | None) -> bool:
 
 def _generated(output: Any) -> Generated:
     """What a step has given to a request."""
+    if not isinstance(output.outputs, list):  # one token ends it, which nobody sees
+        vector = output.outputs.data.float().cpu().numpy().tobytes()
+        return Generated(output.request_id, (0,), finish="length", embedding=vector)
     own = output.outputs[0]
     tokens = tuple(own.token_ids)
     prompt = [each for each in output.prompt_logprobs or () if each]

@@ -112,6 +112,7 @@ class Generated:
     finish: str = ""  # "stop", "length", or what went wrong; "": it goes on
     num_cached: int = 0  # tokens of what it began from that were not computed
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with its first token, if asked for
+    embedding: bytes = b""  # float32, of its prompt, where vLLM pools
 
 
 @dataclass(frozen=True, slots=True)

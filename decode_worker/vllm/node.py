@@ -91,13 +91,15 @@ class VllmWorker(Worker):
         copies: bool = True,
         edits: bool = True,
         drafts: bool = False,
+        pools: str = "",
     ) -> None:
         """`copies`: vLLM's KV is copied to this worker's blocks. If not, routers know what vLLM
         holds by its own events. `edits`: vLLM lets this worker edit logits. `drafts`: vLLM
-        proposes draft tokens of its own."""
+        proposes draft tokens of its own. `pools`: as for `unsupported`."""
         super().__init__(config, roles, records)
         self.core.scheduler.may_preempt = False
         self._copies, self._edits, self._drafts = copies, edits, drafts
+        self._pools = pools
         self._expansions = Expansions(self.core)
         self.plugs.append(self._expansions)
         self._updates = weight_updates(self.plugs)
@@ -128,7 +130,8 @@ class VllmWorker(Worker):
             self._handlers[KVConnect] = lambda now, asked: [self._keep_kv(asked)]
 
     def _begin(self, role: RoleHandler, now: float, request: WorkRequest) -> list[Effect]:
-        if why := unsupported(request.sampling, edits=self._edits, drafts=self._drafts):
+        can = {"edits": self._edits, "drafts": self._drafts}
+        if why := unsupported(request.sampling, **can, pools=self._pools):
             return [Send(request.router, self._refusal(request, Refusal.UNSUPPORTED, why))]
         if not self._copies:
             if getattr(request, "prefill_from", None) or getattr(request, "decode_to", None):
@@ -340,10 +343,11 @@ class VllmWorker(Worker):
             seq.cached_by_source["device"] = device + more
         elif more < 0:
             seq.cached_by_source = {"device": generated.num_cached}
-        if generated.prompt_logprobs:
+        if generated.prompt_logprobs or generated.embedding:
             count = seq.sampling.prompt_logprobs or 0
             best = tuple(_best(each, count) for each in generated.prompt_logprobs)
-            seq.take_outputs(PromptOutputs(best), seq.num_prompt_tokens)
+            outputs = PromptOutputs(best, generated.embedding)
+            seq.take_outputs(outputs, seq.num_prompt_tokens)
 
     def _go_on(self, run: Run, generated: Generated, finish: FinishReason | None) -> list[Effect]:
         seq, role = run.seq, self._role_of(run.seq)

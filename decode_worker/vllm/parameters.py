@@ -34,7 +34,7 @@ FATES: dict[str, str] = {
     "reasoning": "by a logits processor; on GPUs, and beside vLLM's own drafts, refused with 400",
     "prediction": "nothing: a hint for drafts, which does not change what comes",
     "prompt_logprobs": SAME,
-    "pooling": "refused with 400: vLLM has embeddings in an engine of their own",
+    "pooling": "refused with 400 but where vLLM pools, in that way, which is all that it does then",
     "expands": "its processor says what tokens the images of a prompt are",
 }
 """What becomes of each field of `SamplingParams`."""
@@ -42,11 +42,16 @@ FATES: dict[str, str] = {
 _WORD = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?://|#)[^\n]*|@(?P<part>\w+)')
 
 
-def unsupported(sampling: SamplingParams, *, edits: bool = True, drafts: bool = False) -> str:
+def unsupported(
+    sampling: SamplingParams, *, edits: bool = True, drafts: bool = False, pools: str = ""
+) -> str:
     """Why a request asks for what vLLM does not do; "": it does not. `edits`: logits can be
-    edited by us; `drafts`: vLLM proposes draft tokens of its own."""
-    traits = {Trait.VLLM} if edits else {Trait.VLLM, Trait.GPU}
+    edited by us; `drafts`: vLLM proposes draft tokens of its own; `pools`: how it makes
+    embeddings, which is all that it does then."""
+    traits = {Trait.VLLM, Trait.POOLING if pools else Trait.NO_POOLING}
+    traits |= set() if edits else {Trait.GPU}
     asked = {
+        Capability.GENERATION: sampling.pooling is None,
         Capability.EMBEDDINGS: sampling.pooling is not None,
         Capability.REASONING_BUDGET: sampling.reasoning is not None,
         Capability.GRAMMARS: bool(sampling.grammar) and not structure(sampling.grammar),
@@ -54,6 +59,9 @@ def unsupported(sampling: SamplingParams, *, edits: bool = True, drafts: bool = 
     for capability in (each for each, is_asked in asked.items() if is_asked):
         if no := no_to(capability, traits):
             return no.text
+    if pools and sampling.pooling != pools:
+        kind = f"engine.arguments.pooler_config = {{seq_pooling_type = '{pools.upper()}'}}"
+        return f"'pooling': '{sampling.pooling}', and vLLM's workers have {kind}: ask '{pools}'"
     if drafts and (sampling.min_p or sampling.logit_bias):
         name = "min_p" if sampling.min_p else "logit_bias"
         return f"vLLM has no {name} beside its draft tokens (speculative_config)"
@@ -118,6 +126,8 @@ def options(
     """vLLM's parameters. `given`: tokens of output that it gets as part of the prompt; `known`:
     that it generates once more; `sent`: the router has the outputs of the prompt already;
     `edits`: as of `unsupported`."""
+    if sampling.pooling is not None:  # as it is: the API makes the length 1, after it has cut them
+        return {"task": "embed", "use_activation": False}
     numbers = {name: getattr(sampling, name) for name, each in NUMBERS.items() if each.in_vllm}
     found: dict[str, Any] = {
         **numbers,

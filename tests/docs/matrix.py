@@ -52,6 +52,8 @@ GROUPS: dict[str, dict[str, frozenset[Trait]]] = {
     "Where those have less": {
         "no LoRA": frozenset({T.VLLM, T.NO_LORA}),
         "context parallel": frozenset({T.VLLM, T.CONTEXT_PARALLEL}),
+        "generating": frozenset({T.VLLM, T.NO_POOLING}),
+        "pooling": frozenset({T.VLLM, T.POOLING, T.OTHER_KV}),
     },
     "With several of them": {
         "models": frozenset({T.CPU, T.MODELS}),
@@ -144,7 +146,14 @@ TESTED: dict[Capability, dict[str, str]] = {
         "GPU": _EDITED,
         "vLLM": "worker/test_vllm_worker.py::test_requests_are_answered_with_what_vllm_generates",
     },
+    C.GENERATION: {
+        **_BACK,
+        "one process": "local/test_same_tokens.py::test_one_pool",
+        "vLLM": "worker/test_vllm_worker.py::test_requests_are_answered_with_what_vllm_generates",
+    },
     C.EMBEDDINGS: {
+        "vLLM": "worker/test_vllm_pooling.py::test_vectors_are_those_of_vllm_and_nothing_is_kept",
+        "pooling": "worker/test_vllm_pooling.py::test_a_worker_that_dies_is_taken_over_from",
         "one process": "engine/model/test_prompt_outputs.py"
         "::test_embeddings_are_those_of_transformers",
         "GPU": _OUTPUTS,

@@ -190,7 +190,9 @@ def of_requests(capability: Capability, no: No) -> str:
         C.REASONING_BUDGET: SamplingParams(reasoning=ReasoningBudget(4, 2)),
         C.GRAMMARS: SamplingParams(grammar='{"grammars": [{}, {}]}'),
     }
-    return unsupported(asked[capability], edits=T.GPU not in no.where)
+    params = asked.get(capability, SamplingParams())
+    pools = "last" if T.POOLING in no.where else ""
+    return unsupported(params, edits=T.GPU not in no.where, pools=pools)
 
 
 def of_images(no: No, make: Make) -> str:
@@ -299,6 +301,8 @@ def said(
     monkeypatch.setattr(found, lambda name, *_, **__: Path(name))  # which would want a tokenizer
     if capability in DRAFTERS:
         return of_drafters(capability, no, make, monkeypatch, folder)
+    if T.POOLING in no.where:
+        return of_requests(capability, no)
     match capability:
         case C.ADAPTERS:
             return of_adapters(no, make, monkeypatch)

@@ -10,7 +10,7 @@ what is in a block is not that, another token comes, and other KV of those that 
 cached as they are allocated, and shared by requests that begin alike, in the same step too. A group
 of layers with a window has blocks of what it reads, and block 0, which nobody writes, in place of
 the others. A step computes as much of a prompt as steps may. Ranks have the memory of their heads
-each, and a connector each, in this process.
+each, and a connector each, in this process. One that pools gives the KV of a prompt's last token.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ class LLMEngine:
     turns: ClassVar[threading.Semaphore | None] = None  # each step takes one, where it is set
     fails: ClassVar[str] = ""  # what a step raises
     windows: ClassVar[tuple[int, ...]] = (0,)  # tokens that groups of layers read; 0: all
+    pooling_tasks: ClassVar[tuple[str, ...]] = ("embed",)
     unreadable: ClassVar[set[str]] = set()  # names of folders that are read in part
 
     @classmethod
@@ -219,6 +220,8 @@ class LLMEngine:
             use_mla=False,
             get_total_num_kv_heads=lambda: NUM_HEADS,
             get_num_kv_heads=lambda parallel: max(1, NUM_HEADS // parallel.tensor_parallel_size),
+            runner_type=getattr(args, "runner", "generate"),
+            pooler_config=SimpleNamespace(seq_pooling_type="LAST"),
         )
         transfer = getattr(args, "kv_transfer_config", None)
         config = SimpleNamespace(
@@ -226,7 +229,7 @@ class LLMEngine:
             model_config=model,
             kv_transfer_config=transfer,
             scheduler_config=SimpleNamespace(
-                max_num_batched_tokens=args.max_num_batched_tokens,
+                max_num_batched_tokens=getattr(args, "max_num_batched_tokens", model.max_model_len),
                 long_prefill_token_threshold=getattr(args, "long_prefill_token_threshold", 0),
             ),
             compilation_config=SimpleNamespace(static_forward_context={"layer 0": Attention}),
@@ -275,6 +278,10 @@ class LLMEngine:
             self.weights = "of both"
             raise ValueError(f"cannot read {folder}")
 
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        pools = self.vllm_config.model_config.runner_type == "pooling"
+        return (*self.pooling_tasks, "token_embed") if pools else ("generate",)
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
 
@@ -290,6 +297,8 @@ class LLMEngine:
         tokens = list(prompt["prompt_token_ids"])
         if max(tokens) >= VOCAB:
             raise VLLMValidationError(f"Token id {max(tokens)} is out of vocabulary")
+        if isinstance(params, PoolingParams) is not ("embed" in self.get_supported_tasks()):
+            raise VLLMValidationError("This model does not support this kind of request")
         assert params.seed is None or 0 <= params.seed < 1 << 63
         made = [each.new_req_logits_processor(params) for each in self.processors]
         request = _Request(key, tokens, params, prompt.get("cache_salt", ""))
@@ -511,6 +520,10 @@ class LLMEngine:
                         )
 
     def _advance(self, request: _Request) -> Any:
+        if isinstance(request.params, PoolingParams):
+            self._end(request.key)
+            own = SimpleNamespace(data=kv_of(request.tokens, self.weights))
+            return SimpleNamespace(request_id=request.key, outputs=own, finished=True)
         params, is_first = request.params, request.num_drawn == 0
         token = self._sampled(request)
         request.tokens.append(token)
@@ -631,6 +644,7 @@ def ask(python: str, asked: Mapping[str, Any], variables: Mapping[str, str]) -> 
     """What vLLM would say of a checkpoint of ours: its layers have states, or keep KV as here."""
     size, shape = asked["block_size"], read_config(Path(asked["model"]))
     why_not = "states" if shape.recurrent is not None else ""
+    why_not = why_not if asked["enable_prefix_caching"] else "vLLM's prefix caching is off"
     return Form(
         "0.32.0",
         max_model_len=shape.max_position_embeddings,
@@ -657,6 +671,9 @@ class SamplingParams(SimpleNamespace):
         super().__init__(**{**defaults, **given})
 
 
+class PoolingParams(SamplingParams): ...
+
+
 @dataclass
 class LoRARequest:
     lora_name: str
@@ -675,6 +692,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "vllm": {
             "EngineArgs": EngineArgs,
             "LLMEngine": LLMEngine,
+            "PoolingParams": PoolingParams,
             "SamplingParams": SamplingParams,
             "__version__": "0.32.0",
         },

@@ -43,10 +43,10 @@ def _inputs_of(given: Any) -> list[str | list[int]]:
 
 
 class PooledRequest(ModelRequest):
-    """What asks for vectors of texts. `pooling` is an extension: the mean over a text's tokens, or
-    the last."""
+    """What asks for vectors of texts. `pooling` is an extension: the mean over a text's tokens, the
+    last, or the first (`cls`)."""
 
-    pooling: Literal["mean", "last"] | None = None
+    pooling: Literal["mean", "last", "cls"] | None = None
     add_special_tokens: Annotated[bool, or_default(True)] = True
 
     @property

@@ -37,6 +37,8 @@ from kvrelay.engine.model.sampling.vocabulary import rename
 from kvrelay.engine.request import NUMBERS, Pooling
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+# How sentence-transformers' configuration says that texts become embeddings.
+POOLINGS = {"pooling_mode_mean_tokens": Pooling.MEAN, "pooling_mode_cls_token": Pooling.CLS}
 _FOLLOWERS = ("a", " b", "\n", ".")
 _MARKER = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _WORD = re.compile(r"\w*")
@@ -126,8 +128,8 @@ class Tokenizer:
             if number.recommended and generation.get(name) is not None
         }
         pooling = _read_json(directory / "1_Pooling" / "config.json")  # sentence-transformers'
-        is_mean = bool(pooling.get("pooling_mode_mean_tokens"))
-        self.pooling = Pooling.MEAN if is_mean else Pooling.LAST  # of embeddings
+        said = [kind for name, kind in POOLINGS.items() if pooling.get(name)]
+        self.pooling = said[0] if said else Pooling.LAST  # of embeddings
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
         self._added_ids = {text: token for token, text in self._added.items()}

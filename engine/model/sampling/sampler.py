@@ -336,6 +336,8 @@ def _pooled(seq: ScheduledSeq, states: torch.Tensor) -> bytes:
     is_last = positions.stop == seq.num_prompt_tokens
     if pooling is None or not positions:
         return seq.pooled
+    if pooling is Pooling.CLS:
+        return seq.pooled or _packed(states[0])
     if pooling is Pooling.LAST:
         return _packed(states[-1]) if is_last else b""
     total = states.float().sum(dim=0)
