@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,15 +27,14 @@ from kvrelay.engine.weights import (
 )
 
 if TYPE_CHECKING:
-    from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.weights import Weights
 
 GREEDY = SamplingParams(temperature=0.0)
 logger = logging.getLogger(__name__)
 
 
-def read_weights(version: WeightVersion, runner: ModelRunner) -> Weights:
-    """Those of `version`, prepared for the runner. Raises ModelError."""
+def read_weights(version: WeightVersion, runner: Any) -> Weights:
+    """Those of `version`, prepared for a ModelRunner. Raises ModelError."""
     folder = find_version(version, runner.model_dir, runner.cache_dir)
     before = versions_of(files_of(folder))
     if read_version(folder).digest != version.digest:
@@ -50,7 +49,8 @@ def read_weights(version: WeightVersion, runner: ModelRunner) -> Weights:
 class Versions:
     """Changes the weights of a runner in place. Called from one thread, which runs no steps."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Any) -> None:
+        """`runner`: a ModelRunner, or one of several ranks with its interface."""
         self._runner = runner
         self._next: Weights | None = None  # loaded, and not in use yet
 
@@ -81,7 +81,8 @@ class Versions:
         """Compute with what was loaded; as `ModelRunner.swap_weights`."""
         weights, self._next = self._next, None
         assert weights is not None
-        return self._runner.swap_weights(weights)
+        undo: Callable[[], None] = self._runner.swap_weights(weights)
+        return undo
 
     def forget(self) -> None:
         """What was loaded is not used."""

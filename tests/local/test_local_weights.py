@@ -7,6 +7,7 @@ import shutil
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 
@@ -234,8 +235,8 @@ def test_ranks_that_start_read_the_version_that_is_current(
 ) -> None:
     engine = EngineSection(num_blocks=40, threads=2, tensor_parallel_size=2)
     section = ModelSection(name="", dtype="float32", device="cpu")
-    version = read_version(versions[1])
-    runner = ParallelRunner(versions[0], section, engine.sized(gpu=False), weights=version)
+    read = partial(in_place.read_weights, read_version(versions[1]))
+    runner = ParallelRunner(versions[0], section, engine.sized(gpu=False), read=read)
     try:
         tokens = [[each.continued(prompt, 1) for each in references] for prompt in PROMPTS]
         prompt, (_, new) = next(

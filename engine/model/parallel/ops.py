@@ -27,7 +27,6 @@ from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.stacked import GROUP, Packed, Stacked, of_halves, widened
 from kvrelay.engine.model.state_layout import MAMBA2
 from kvrelay.engine.model.terms import Term
-from kvrelay.engine.weights import WeightVersion
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """A rank that the others wait for this long counts as dead. The death of a process is noticed at
@@ -200,7 +199,7 @@ class RankSetup:
     model: ModelSection
     engine: EngineSection
     companion: MakeCompanion | None = None
-    weights: WeightVersion | None = None  # in place of those of the checkpoint
+    read: Callable[[Any], Any] | None = None  # as of ModelRunner; it can be pickled
 
     def join(self) -> Member:
         """Wait until all ranks are here."""
