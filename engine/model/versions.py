@@ -11,6 +11,7 @@ import torch
 
 from kvrelay.engine.identity import files_of
 from kvrelay.engine.model.checkpoint.load import load_weights
+from kvrelay.engine.model.checkpoint.region import OpenRegion
 from kvrelay.engine.model.checkpoint.version import find_version, read_version
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.cpu.ops import CpuOps
@@ -35,13 +36,17 @@ logger = logging.getLogger(__name__)
 
 def read_weights(version: WeightVersion, runner: Any) -> Weights:
     """Those of `version`, prepared for a ModelRunner. Raises ModelError."""
+    if isinstance(runner.own_ops, CpuOps):
+        runner.own_ops.use_new_chunks()
+    given = runner.config, runner.ops, lambda _: None
+    if version.memory is not None:
+        with OpenRegion(version.memory, version.digest) as region:
+            return load_weights(runner.model_dir, *given, region)
     folder = find_version(version, runner.model_dir, runner.cache_dir)
     before = versions_of(files_of(folder))
     if read_version(folder).digest != version.digest:
         raise ModelError(f"{folder} was changed while it was read: start again")
-    if isinstance(runner.own_ops, CpuOps):
-        runner.own_ops.use_new_chunks()
-    weights = load_weights(folder, runner.config, runner.ops, lambda _: None)
+    weights = load_weights(folder, *given)
     check_unchanged(before, files_of(folder))
     return weights
 

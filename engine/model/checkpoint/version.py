@@ -88,6 +88,10 @@ def _shape(path: Path) -> dict[str, Any]:
 def find_version(version: WeightVersion, model: Path, cache: Path) -> Path:
     """A folder that holds `version`, in place of the weights in `model`: the copy in `cache`, which
     is made if there is room. Raises WeightsMissing, and ModelError where it does not fit."""
+    if version.memory is not None:
+        raise ModelError(
+            f"{version.name} is in {version.place}: this engine reads weights from a folder only"
+        )
     base = read_version(model)
     if version.digest == base.digest:
         return model

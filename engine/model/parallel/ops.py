@@ -199,7 +199,7 @@ class RankSetup:
     model: ModelSection
     engine: EngineSection
     companion: MakeCompanion | None = None
-    read: Callable[[Any], Any] | None = None  # as of ModelRunner; it can be pickled
+    read: Callable[[Any], Any] | None = None  # ModelRunner has it; can be pickled
 
     def join(self) -> Member:
         """Wait until all ranks are here."""

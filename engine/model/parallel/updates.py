@@ -59,7 +59,7 @@ class LeaderVersions(Versions):
     weights, or the worker is lost."""
 
     def __init__(self, runner: Any) -> None:
-        """`runner`: a ParallelRunner."""
+        """Takes a ParallelRunner."""
         super().__init__(runner)
         self._ranks, self._numbers = runner, count(1)
 
