@@ -59,7 +59,7 @@ class LeaderVersions(Versions):
     weights, or the worker is lost."""
 
     def __init__(self, runner: Any) -> None:
-        """Takes a ParallelRunner."""
+        """Takes a ParallelRunner, and changes all of its ranks."""
         super().__init__(runner)
         self._ranks, self._numbers = runner, count(1)
 
