@@ -12,6 +12,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as msgspec_replace
 
 from kvrelay.engine.adapter_copies import register
 from kvrelay.engine.adapters import Adapter, read_adapter
@@ -28,10 +29,12 @@ from tests.local.test_migration import chase
 from tests.local.test_migration import unhurried as unhurried
 from tests.support.adapters import merge, write_adapter
 from tests.support.local import Completion, LocalCluster
+from tests.support.weights import scaled
 
 PROMPTS = [tokens_of(70, seed=number) for number in range(4)]
 COUNT = 24
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0)
+SAME = Adapter(b"", "")  # stands for one that several models have
 ENGINE = EngineSection(num_blocks=64, max_num_batched_tokens=64, num_speculative_tokens=2)
 
 
@@ -224,6 +227,94 @@ def test_ten_thousand_requests_find_no_kv_of_an_adapter_that_differs_by_a_byte(
         sources = cluster.status().totals.cached_tokens_by_source
     assert {"device", "host", "disk", "peer"} <= sources.keys(), sources
     print(f"{num_tries} first requests found nothing, {num_hits} second ones: {sources}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_two_models_with_an_adapter_each_answer_as_their_own_merged_weights(
+    world: World, tmp_path: Path, num_ranks: int
+) -> None:
+    """The adapters are of the same bytes. All four kinds of requests are served at once."""
+    other = World(tmp_path, scaled(world.model, tmp_path / "other", 3.0))
+    adapters = world.adapter(), other.adapter()
+    same = write_adapter(tmp_path / "same", world.model, seed=7, rank=4)
+    for number, each in enumerate((world, other)):
+        each.expected[SAME] = answers_of(merge(tmp_path / f"same{number}", each.model, same))
+    bytes_of = Adapter(read_adapter(same).digest, str(same))
+    engine = msgspec_replace(ENGINE, tensor_parallel_size=num_ranks, threads=num_ranks)
+    engine = msgspec_replace(engine, num_speculative_tokens=2 if num_ranks == 1 else 0)
+    further = {"other": other.model}
+    with LocalCluster(world.model, prefill=0, engine=engine, further=further) as cluster:
+        kinds = [
+            (name, each, adapter)
+            for name, each, own in (("", world, adapters[0]), ("other", other, adapters[1]))
+            for adapter in (None, own, bytes_of)
+        ]
+        for again in (False, True):
+            asked = [
+                (each.expected[SAME if adapter is bytes_of else adapter][i], future)
+                for name, each, adapter in kinds
+                for i, prompt in enumerate(PROMPTS)
+                for future in [cluster.submit(prompt, GREEDY, model=name, adapter=adapter)]
+            ]
+            for expected, future in asked:
+                answer = future.result(300)
+                assert tuple(answer.tokens) == expected
+                assert again or not answer.num_cached_tokens
+        assert_clean(cluster)
+
+
+@pytest.mark.long  # pytest -m long -s -k ranks_and_servers tests/local/test_local_adapters.py
+@pytest.mark.timeout(1500)
+def test_ten_thousand_requests_over_models_ranks_and_servers_find_no_kv_of_others(
+    world: World, tmp_path: Path
+) -> None:
+    """Two servers, one of two ranks, have the same two models and one disk. Each round has an
+    adapter that differs by a byte from the one before, and both models compute with it: what is
+    asked first of a model finds nothing; then the other server, which may find what the first one
+    has left, gives the same token."""
+    path, other = world.folder / "byte-2", scaled(world.model, tmp_path / "other", 3.0)
+    write_adapter(path, world.model, rank=4)
+    file = path / "adapter_model.safetensors"
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    prompts = [tokens_of(40, seed=number) for number in range(100)]
+    engine = EngineSection(num_blocks=48, max_num_batched_tokens=256)
+    ranks = msgspec_replace(engine, tensor_parallel_size=2, threads=2)
+    kept: dict[str, Any] = {"host_bytes": MIB // 2, "disk_bytes": 64 * MIB, "disk_after_s": 0.0}
+    kept |= {"further": {"other": other}, "disk_path": str(tmp_path), "prefill": 0}
+    num_tries = num_hits = 0
+    with (
+        LocalCluster(world.model, engine=engine, **kept) as alone,
+        LocalCluster(world.model, engine=ranks, **kept) as pair,
+    ):
+
+        def asked(first: str, second: str, adapter: Adapter) -> list[Completion]:
+            """By `alone` of the model `first`, and by `pair` of `second`."""
+            futures = [
+                cluster.submit(prompt, one, model=model, adapter=adapter)
+                for cluster, model in ((alone, first), (pair, second))
+                for prompt in prompts
+            ]
+            found = [future.result(300) for future in futures]
+            assert [each.failed for each in found] == [None] * len(found)
+            return found
+
+        while num_tries < 10_000:
+            whole = bytearray(file.read_bytes())
+            whole[-2 * (1 + num_tries // 200)] ^= 1
+            file.write_bytes(whole)
+            adapter = Adapter(read_adapter(path).digest, str(path))
+            firsts = asked("", "other", adapter)
+            assert not any(each.num_cached_tokens for each in firsts), "KV of another"
+            num_tries += len(firsts)
+            seconds = asked("other", "", adapter)
+            num_hits += sum(each.num_cached_tokens > 0 for each in seconds)
+            half = len(prompts)
+            swapped = [*seconds[half:], *seconds[:half]]
+            assert [each.tokens for each in swapped] == [each.tokens for each in firsts]
+        for cluster in (alone, pair):
+            cluster.check()
+    print(f"{num_tries} first requests found nothing; {num_hits} found what another server left")
 
 
 def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(world: World) -> None:
