@@ -213,7 +213,6 @@ _KEEP_MODE = "recurrent layers leave no KV to keep: use recompute or drain"
 _NO_LORA = (
     "of workers that run vllm, those on GPUs with engine.arguments.enable_lora compute adapters"
 )
-_ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
 _BY_VLLM = "workers with engine.runs = 'vllm' do"
 _NO_IMAGES = f"images are read by one process on a CPU; {_BY_VLLM} on GPUs too"
 _NO_TOWER = f"images of Qwen3-VL and Qwen3.5 are read, this model's are not; {_BY_VLLM}"
@@ -262,7 +261,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
     Capability.HOST_TIER: _OF_TIERS,
     Capability.DISK_TIER: _OF_TIERS,
     Capability.DISK_CODEC: _OF_TIERS,
-    Capability.OBJECT_TIER: (*_OF_TIERS, _without("ranks", _ONE_RANK, Trait.RANKS)),
+    Capability.OBJECT_TIER: _OF_TIERS,
     Capability.LEFT_KV: _OF_TIERS,
     Capability.APPROXIMATE_KV: (
         _without("engine", "KV stays exact: blocks have an order of vLLM's", Trait.VLLM),

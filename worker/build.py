@@ -163,7 +163,6 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         spec = replace(spec, model=model, engine=engine)
         runner, parallel = open_runner(spec, path, MakeRankTransfers(spec, plan))
         asked = [*runner.drafts, *tiers_of(spec.tiers)]
-        asked = [each for each in asked if each != Capability.OBJECT_TIER]  # which says it itself
         missing = notices_of(asked, runner.traits)
         if no_to(Capability.NGRAM_DRAFTS, runner.traits):  # to propose some would cost time
             spec = replace(spec, engine=structs.replace(engine, num_speculative_tokens=0))

@@ -34,6 +34,7 @@ from tests.support.weights import scaled
 PROMPTS = [tokens_of(70, seed=number) for number in range(4)]
 COUNT = 24
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0)
+Servers = tuple[LocalCluster, LocalCluster]
 SAME = Adapter(b"", "")  # stands for one that several models have
 ENGINE = EngineSection(num_blocks=64, max_num_batched_tokens=64, num_speculative_tokens=2)
 
@@ -269,52 +270,72 @@ def test_two_models_with_an_adapter_each_answer_as_their_own_merged_weights(
 def test_ten_thousand_requests_over_models_ranks_and_servers_find_no_kv_of_others(
     world: World, tmp_path: Path
 ) -> None:
-    """Two servers, one of two ranks, have the same two models and one disk. Each round has an
-    adapter that differs by a byte from the one before, and both models compute with it: what is
-    asked first of a model finds nothing; then the other server, which may find what the first one
-    has left, gives the same token."""
+    """Two servers, one of two ranks, have the same two models and one disk, and are started again
+    and again. Each round has an adapter that differs by a byte from the one before, and both models
+    compute with it: what is asked first of a model finds nothing. The other server gives the same
+    token, and so does the one that is started next, from what was left on disk."""
     path, other = world.folder / "byte-2", scaled(world.model, tmp_path / "other", 3.0)
     write_adapter(path, world.model, rank=4)
     file = path / "adapter_model.safetensors"
-    one = SamplingParams(max_tokens=1, temperature=0.0)
+    first = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2)
     prompts = [tokens_of(40, seed=number) for number in range(100)]
     engine = EngineSection(num_blocks=48, max_num_batched_tokens=256)
     ranks = msgspec_replace(engine, tensor_parallel_size=2, threads=2)
     kept: dict[str, Any] = {"host_bytes": MIB // 2, "disk_bytes": 64 * MIB, "disk_after_s": 0.0}
     kept |= {"further": {"other": other}, "disk_path": str(tmp_path), "prefill": 0}
-    num_tries = num_hits = 0
-    with (
-        LocalCluster(world.model, engine=engine, **kept) as alone,
-        LocalCluster(world.model, engine=ranks, **kept) as pair,
-    ):
 
-        def asked(first: str, second: str, adapter: Adapter) -> list[Completion]:
-            """By `alone` of the model `first`, and by `pair` of `second`."""
-            futures = [
-                cluster.submit(prompt, one, model=model, adapter=adapter)
-                for cluster, model in ((alone, first), (pair, second))
-                for prompt in prompts
-            ]
-            found = [future.result(300) for future in futures]
-            assert [each.failed for each in found] == [None] * len(found)
-            return found
+    def asked(servers: Servers, models: tuple[str, str], adapter: Adapter) -> list[Completion]:
+        """Asks each of the servers of the model that is given for it."""
+        futures = [
+            server.submit(prompt, first, model=model, adapter=adapter)
+            for server, model in zip(servers, models, strict=True)
+            for prompt in prompts
+        ]
+        found = [future.result(300) for future in futures]
+        assert [each.failed for each in found] == [None] * len(found)
+        return found
 
-        while num_tries < 10_000:
-            whole = bytearray(file.read_bytes())
-            whole[-2 * (1 + num_tries // 200)] ^= 1
-            file.write_bytes(whole)
-            adapter = Adapter(read_adapter(path).digest, str(path))
-            firsts = asked("", "other", adapter)
-            assert not any(each.num_cached_tokens for each in firsts), "KV of another"
-            num_tries += len(firsts)
-            seconds = asked("other", "", adapter)
-            num_hits += sum(each.num_cached_tokens > 0 for each in seconds)
-            half = len(prompts)
-            swapped = [*seconds[half:], *seconds[:half]]
-            assert [each.tokens for each in swapped] == [each.tokens for each in firsts]
-        for cluster in (alone, pair):
-            cluster.check()
-    print(f"{num_tries} first requests found nothing; {num_hits} found what another server left")
+    num_tries, num_hits, firsts, adapter = 0, 0, list[Completion](), Adapter(b"", "")
+    for _ in range(5):
+        with (
+            LocalCluster(world.model, engine=engine, **kept) as alone,
+            LocalCluster(world.model, engine=ranks, **kept) as pair,
+        ):
+            servers = alone, pair
+            for server in servers:
+                load_all(server)
+            if firsts:
+                again = asked(servers, ("", "other"), adapter)
+                num_hits += sum(each.num_cached_tokens > 0 for each in again)
+                assert_alike(again, firsts)
+            for _ in range(10):
+                whole = bytearray(file.read_bytes())
+                whole[-2 * (1 + num_tries // 200)] ^= 1
+                file.write_bytes(whole)
+                adapter = Adapter(read_adapter(path).digest, str(path))
+                firsts = asked(servers, ("", "other"), adapter)
+                assert not any(each.num_cached_tokens for each in firsts), "KV of another"
+                num_tries += len(firsts)
+                seconds = asked(servers, ("other", ""), adapter)
+                assert_alike([*seconds[100:], *seconds[:100]], firsts)
+            for server in servers:
+                settle(server)
+                server.check()
+    print(f"{num_tries} first requests found nothing; of {4 * 200} after a start {num_hits} did")
+    assert num_hits > 0
+
+
+def assert_alike(ones: Sequence[Completion], others: Sequence[Completion]) -> None:
+    """The sums of ranks have another order, so they may differ where two tokens are as good."""
+    for one, other in zip(ones, others, strict=True):
+        assert one.tokens == other.tokens or is_near(one, other), (one, other)
+
+
+def is_near(one: Completion, two: Completion) -> bool:
+    """Whether both have found the same two tokens best, and hardly one better than the other."""
+    found = [dict(each.logprobs[0].top) for each in (one, two)]
+    spread = [max(each.values()) - min(each.values()) for each in found]
+    return found[0].keys() == found[1].keys() and max(spread) < 1e-5
 
 
 def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(world: World) -> None:
