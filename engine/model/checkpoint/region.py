@@ -8,7 +8,6 @@ one that its owner shortens would end a process that has it mapped.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection
 from hashlib import blake2b
 from math import prod
@@ -17,17 +16,11 @@ from typing import Self
 
 import torch
 
-from kvrelay.engine.model.errors import ModelError, WeightsMissing, check_one_of
+from kvrelay.engine.model.checkpoint.version import DIGEST_BYTES, check_described
+from kvrelay.engine.model.errors import WeightsMissing
 from kvrelay.engine.weights import SharedTensor, SharedWeights
 
 REGIONS = Path("/dev/shm")  # where Linux shows them
-DIGEST_BYTES = 32
-MOST_TENSORS = 20_000  # what is said of them stays below the size of a frame
-MOST_NUMBERS = 1 << 40  # that one tensor may have
-DTYPES = (
-    *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"),
-    *("int64", "int32", "int16", "int8", "uint8"),
-)
 
 
 class OpenRegion:
@@ -78,30 +71,3 @@ class OpenRegion:
 
     def _missing(self, about: SharedTensor, why: str) -> WeightsMissing:
         return WeightsMissing(f"{self.path}: {about.name} {why}", self._version)
-
-
-def check_described(weights: SharedWeights) -> None:
-    """Raises ModelError unless the region and its tensors may be as they are described."""
-    if re.fullmatch(r"[\w-][\w.-]{0,199}", weights.region, re.ASCII) is None:
-        raise ModelError(
-            f"the region {weights.region[:80]!r}: expected a name of letters, digits, '_', '-' and"
-            " '.', without the '/' in front"
-        )
-    if not 0 < (count := len(weights.tensors)) <= MOST_TENSORS:
-        raise ModelError(f"{count} tensors: expected 1 to {MOST_TENSORS}")
-    known = set[str]()
-    for each in weights.tensors:
-        if each.name in known:
-            raise ModelError(f"{each.name[:200]} is there twice: expected each tensor once")
-        known.add(each.name)
-        check_one_of(f"{each.name[:200]}: dtype", each.dtype, DTYPES)
-        if min(each.offset, *each.shape, 0) < 0 or prod(each.shape) > MOST_NUMBERS:
-            raise ModelError(
-                f"{each.name[:200]}: shape {list(each.shape)[:8]} at offset {each.offset}: expected"
-                " numbers that are not negative, within a region"
-            )
-        if len(each.digest) != DIGEST_BYTES:
-            raise ModelError(
-                f"{each.name[:200]}: a digest of {len(each.digest)} bytes, expected the"
-                f" {DIGEST_BYTES} of BLAKE2b"
-            )

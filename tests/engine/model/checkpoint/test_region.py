@@ -4,6 +4,8 @@ wrong."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvrelay.engine.model.checkpoint.region import OpenRegion, check_described
+from kvrelay.engine.model.checkpoint.region import OpenRegion
+from kvrelay.engine.model.checkpoint.version import check_described
 from kvrelay.engine.model.errors import ModelError, WeightsMissing
 from kvrelay.engine.weights import SharedTensor, SharedWeights
 
@@ -91,6 +94,7 @@ def test_a_region_that_is_written_cut_or_gone_is_not_what_was_described(
     [
         ({"dtype": "F32"}, "odd: dtype F32 is not supported; supported: float32, "),
         ({"name": "norm"}, "norm is there twice"),
+        ({"name": "n" * (3 << 20)}, "names of 3145732 characters: expected at most 2097152"),
         ({"offset": -1}, "offset -1"),
         ({"shape": (-2, -4)}, r"shape \[-2, -4\]"),
         ({"shape": (1 << 30, 1 << 30)}, "within a region"),
@@ -103,6 +107,13 @@ def test_what_is_wrong_in_a_description_is_said(change: dict[str, Any], says: st
     rows[0] = replace(rows[0], **change)
     with pytest.raises(ModelError, match=says):
         check_described(SharedWeights("region", tuple(rows)))
+
+
+def test_who_only_checks_a_description_does_not_import_torch() -> None:
+    """Routers do that, which start without it."""
+    code = "import sys, kvrelay.engine.model.checkpoint.version; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../etc/passwd", "/a", "a b", "a" * 201, "a\n"])
