@@ -250,6 +250,13 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
         """The fingerprint that its block hashes begin with."""
         return self.weights.root_key(self.fingerprint, self.base_weights)
 
+    @property
+    def store_kind(self) -> bytes:
+        """What workers have in common that read one another's objects: as many ranks, too."""
+        size = self.tensor_parallel_size
+        alone = size == 1 or self.runs != "kvrelay"  # one process has the KV of all ranks
+        return self.fingerprint if alone else self.fingerprint + size.to_bytes(2)
+
     def info(self) -> WorkerInfo:
         windows = self.kv_windows
         return WorkerInfo(
@@ -271,5 +278,5 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             max_seq_blocks=windows.max_blocks(self.max_model_len) if windows.any else 0,
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
             weights=self.weights.name,
-            store_kind=self.fingerprint,
+            store_kind=self.store_kind,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 
 NICENESS = 5  # on shared cores, a decode step that waits for one delays every stream
 MOST_NICENESS = 19  # that there is
@@ -11,6 +10,6 @@ MOST_NICENESS = 19  # that there is
 
 def lower_priority() -> None:
     """The calling thread, and those that it will start, let others of the machine go first."""
-    thread = threading.get_native_id()
-    niceness = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
-    os.setpriority(os.PRIO_PROCESS, thread, min(niceness, MOST_NICENESS))
+    own = 0  # to Linux the thread, not its process
+    niceness = os.getpriority(os.PRIO_PROCESS, own) + NICENESS
+    os.setpriority(os.PRIO_PROCESS, own, min(niceness, MOST_NICENESS))

@@ -223,7 +223,6 @@ _NO_LORA = (
 )
 _POOLS = "with engine.arguments.runner = 'pooling' vLLM computes embeddings alone: /v1/embeddings"
 _GENERATES = "of vLLM's workers, those with engine.arguments.runner = 'pooling' compute embeddings"
-_ONE_RANK = "engine.tensor_parallel_size has to be 1 for it"
 _BY_VLLM = "workers with engine.runs = 'vllm' do"
 _NO_IMAGES = f"images are read by one process on a CPU; {_BY_VLLM} on GPUs too"
 _NO_TOWER = f"images of Qwen3-VL and Qwen3.5 are read, this model's are not; {_BY_VLLM}"
@@ -281,7 +280,7 @@ RULES: dict[Capability, tuple[No, ...]] = {
     Capability.HOST_TIER: _OF_TIERS,
     Capability.DISK_TIER: _OF_TIERS,
     Capability.DISK_CODEC: _OF_TIERS,
-    Capability.OBJECT_TIER: (*_OF_TIERS, _without("ranks", _ONE_RANK, Trait.RANKS)),
+    Capability.OBJECT_TIER: _OF_TIERS,
     Capability.LEFT_KV: _OF_TIERS,
     Capability.APPROXIMATE_KV: (
         _without("engine", "KV stays exact: blocks have an order of vLLM's", Trait.VLLM),

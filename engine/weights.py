@@ -11,6 +11,7 @@ old ones go on, and the answer says why.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -23,10 +24,41 @@ NAME_DIGITS = 12  # begin the digest, and name a version that was given no name
 
 
 @dataclass(frozen=True, slots=True)
+class SharedTensor:
+    name: str  # as in a checkpoint
+    dtype: str  # as torch names it
+    shape: tuple[int, ...]
+    offset: int  # bytes from the begin of the region to its own, which have the machine's order
+    digest: bytes  # BLAKE2b of its bytes, 32 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """Weights in a region of POSIX shared memory, of the same name on each machine."""
+
+    region: str
+    tensors: tuple[SharedTensor, ...]
+
+    def version(self, name: str = "") -> WeightVersion:
+        """What it is called, by the content of all tensors: not by the region or the place in it.
+        `name`: where it is given one."""
+        about = sorted((t.name, t.dtype, t.shape, t.digest.hex()) for t in self.tensors)
+        digest = blake2b(json.dumps(about).encode(), digest_size=32, person=b"kvrelay-memory")
+        found = digest.digest()
+        return WeightVersion(name or found.hex()[:NAME_DIGITS], found, memory=self)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightVersion:
     name: str = ""
     digest: bytes = b""  # covers all bytes of its files; b"": not known
     path: str = ""  # a folder, the same on every machine
+    memory: SharedWeights | None = None  # in place of a folder
+
+    @property
+    def place(self) -> str:
+        """Where it was to be found when it was named."""
+        return self.path if self.memory is None else f"the region {self.memory.region}"
 
     def root_key(self, fingerprint: bytes, base: bytes) -> bytes:
         """The fingerprint that block hashes begin with where these weights compute. `fingerprint`:

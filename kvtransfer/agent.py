@@ -188,6 +188,8 @@ class CopyDone:
     # What they will have when they are read from storage, where some are stored in fewer bits.
     # NOT_STORED: it was not, because it has numbers that are not finite. (): as in `checksums`.
     stored_checksums: tuple[int, ...] = ()
+    # By a rank, from storage that has keys: what each block's says of the block of all ranks.
+    whole_checksums: tuple[int, ...] = ()
 
 
 class Mover(Protocol):

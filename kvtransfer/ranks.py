@@ -15,6 +15,8 @@ from typing import Any
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import (
+    DAMAGED,
+    MISSING,
     NOT_STORED,
     AttachStore,
     ConnectPeer,
@@ -154,7 +156,8 @@ class RankAnswers:
         sums = [each.checksums for each, c in zip(answers, self._counted, strict=True) if c]
         return replace(
             first,
-            checksums=tuple(add_checksums(sums)),
+            checksums=_of_parts(answers, add_checksums(sums)),
+            whole_checksums=(),
             elapsed_s=elapsed_s,
             num_bytes=sum(each.num_bytes for each in answers),
             stored_bytes=tuple(map(sum, zip(*(e.stored_bytes for e in answers), strict=True))),
@@ -169,6 +172,22 @@ class RankAnswers:
         added = add_checksums(sums for sums, c in zip(each, self._counted, strict=True) if c)
         is_lost = (NOT_STORED in of_block for of_block in zip(*each, strict=True))
         return tuple(NOT_STORED if lost else s for lost, s in zip(is_lost, added, strict=True))
+
+
+def _of_parts(answers: Sequence[CopyDone], added: Sequence[int]) -> tuple[int, ...]:
+    """`added`, but for blocks that a rank has not found, or whose parts are not of one block."""
+    wholes = {each.whole_checksums for each in answers}
+    if wholes == {()}:
+        return tuple(added)
+    found: list[int] = []
+    for index, total in enumerate(added):
+        of_ranks = {each.checksums[index] for each in answers}
+        said = {each.whole_checksums[index] for each in answers}
+        if lost := of_ranks & {MISSING, DAMAGED}:
+            found.append(min(lost))  # that one is damaged says more than that one is missing
+        else:
+            found.append(total if said == {total} else DAMAGED)
+    return tuple(found)
 
 
 def add_checksums(of_ranks: Iterable[Sequence[int]]) -> list[int]:

@@ -164,7 +164,6 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         runner, parallel = open_runner(spec, path, MakeRankTransfers(spec, plan))
         asked = [*runner.drafts, *tiers_of(spec.tiers)]
         asked += [Capability.QUEST] if engine.quest_budget else []
-        asked = [each for each in asked if each != Capability.OBJECT_TIER]  # which says it itself
         missing = notices_of(asked, runner.traits)
         if no_to(Capability.NGRAM_DRAFTS, runner.traits):  # to propose some would cost time
             spec = replace(spec, engine=structs.replace(engine, num_speculative_tokens=0))
@@ -247,12 +246,13 @@ def open_runner(
 ) -> tuple[Any, Any]:
     """(what runs steps, the same if it has processes of its own that may be lost, else None). Both
     have the interface of ModelRunner. `companion`: of each rank but 0. Raises ModelError."""
+    from kvrelay.engine.model.versions import read_weights
+
+    read = partial(read_weights, spec.weights) if spec.weights else None
     if spec.engine.tensor_parallel_size == 1:
         from kvrelay.engine.model.runner import ModelRunner
-        from kvrelay.engine.model.versions import read_weights
 
         # Others of the machine may be serving; one that takes the streams over goes first.
-        read = partial(read_weights, spec.weights) if spec.weights else None
         make = partial(ModelRunner, path, spec.model, spec.engine, read=read)
         return at_low_priority(make), None
     from kvrelay.engine.model.parallel.runner import ParallelRunner
@@ -265,6 +265,6 @@ def open_runner(
         host=spec.host,
         further=spec.rank_hosts,
         find_model=spec.find_model,
-        weights=spec.weights,
+        read=read,
     )
     return runner, runner

@@ -1,7 +1,8 @@
-"""Decodes of a batch over several adapters against those of the model alone, in one process.
+"""Decodes of a batch over several adapters against those of the model alone, in one process or in
+several ranks.
 
-python -m benchmarks.engine.adapters: steps of both kinds by turns, and the median of the ratios of
-neighbours.
+python -m benchmarks.engine.adapters [--ranks 2]: steps of both kinds by turns, and the median of
+the ratios of neighbours.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import click
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from kvrelay.engine.adapters import Adapter, read_adapter
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
+from kvrelay.engine.model.parallel.runner import ParallelRunner
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
@@ -26,19 +28,25 @@ from tests.support.adapters import write_adapter
 
 Dtype = Literal["float32", "bfloat16"]
 SCALE = 0.02  # numbers that are added to a weight are about so large
-BLOCKS = 64  # each sequence has
+BLOCKS = 128  # that each sequence has: enough where layers have several groups
 
 
-def runner_of(path: Path, threads: int, num_seqs: int, dtype: Dtype) -> ModelRunner:
-    engine = EngineSection(num_blocks=num_seqs * BLOCKS, threads=threads).sized(gpu=False)
-    return ModelRunner(path, ModelSection(name=str(path), dtype=dtype), engine)
+def runner_of(path: Path, threads: int, num_seqs: int, dtype: Dtype, ranks: int = 1) -> Any:
+    """Where it has several ranks, `close` ends them."""
+    settings = {"num_blocks": num_seqs * BLOCKS, "threads": threads, "tensor_parallel_size": ranks}
+    engine = EngineSection(**settings).sized(gpu=False)
+    kind = ModelRunner if ranks == 1 else ParallelRunner
+    return kind(path, ModelSection(name=str(path), dtype=dtype), engine)
 
 
-def run(runner: ModelRunner, step: Step) -> StepDone:
+def run(runner: Any, step: Step) -> StepDone:
     """Until no sequence waits for its adapter any more."""
-    while (done := runner.execute(step)).waiting:
-        pass
+    done: StepDone = runner.execute(step)
+    while done.waiting:
+        done = runner.execute(step)
     assert not done.unloaded, done.unloaded
+    faults = [done.fault(index) for index in range(len(step.seqs))]
+    assert not any(faults), faults
     return done
 
 
@@ -59,7 +67,7 @@ def step_of(contexts: list[list[int]], adapters: list[Adapter | None], *, whole:
     return Step(0, shares)
 
 
-def measure(runner: ModelRunner, kinds: list[list[Adapter | None]], steps: int) -> list[float]:
+def measure(runner: Any, kinds: list[list[Adapter | None]], steps: int) -> list[float]:
     """Seconds of a decode step of each of `kinds` (the adapters of its sequences), `steps` times,
     by turns."""
     draw = np.random.default_rng(0)
@@ -84,6 +92,7 @@ def measure(runner: ModelRunner, kinds: list[list[Adapter | None]], steps: int) 
 @click.option("--batch", default=8, show_default=True)
 @click.option("--steps", default=200, show_default=True)
 @click.option("--threads", default=2, show_default=True)
+@click.option("--ranks", default=1, show_default=True, help="They share the threads.")
 @click.option("--dtype", default="bfloat16", type=click.Choice(get_args(Dtype)), show_default=True)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
 def main(
@@ -92,6 +101,7 @@ def main(
     batch: int,
     steps: int,
     threads: int,
+    ranks: int,
     dtype: Dtype,
     model: str,
 ) -> None:
@@ -105,11 +115,15 @@ def main(
                 folder / str(seed), path, seed=seed, rank=rank, scale=SCALE, dtype=torch.bfloat16
             )
             named.append(Adapter(read_adapter(made).digest, str(made)))
-        runner = runner_of(path, threads, batch, dtype)
+        runner = runner_of(path, threads, batch, dtype, ranks)
         mixed = [named[i % adapters] for i in range(batch)]
         half = [each if i % 2 else None for i, each in enumerate(mixed)]
-        ratios = measure(runner, [[None] * batch, mixed, half], steps)
-        title = f"{batch} sequences over {adapters} adapters of rank {rank}"
+        try:
+            ratios = measure(runner, [[None] * batch, mixed, half], steps)
+        finally:
+            if ranks > 1:
+                runner.close()
+        title = f"{batch} sequences over {adapters} adapters of rank {rank}, {ranks} processes"
         click.echo(f"{title}: {ratios[0]:.3f} of the model's speed, half of them: {ratios[1]:.3f}")
 
 

@@ -199,7 +199,7 @@ class Rollout:
             return "there are no weights to go back to: none were changed yet"
         for known in filter(None, (kept.base, kept.current, kept.previous)):
             if known.name == target.name and known.digest != target.digest:
-                return f"the name {target.name!r} is that of other weights, in {known.path}"
+                return f"the name {target.name!r} is that of other weights, in {known.place}"
         old = [peer.node for peer in peers if peer.protocol < PROTOCOL]
         return f"{', '.join(old)}: of an earlier version; restart them first" if old else ""
 

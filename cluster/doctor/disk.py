@@ -11,7 +11,6 @@ from pathlib import Path
 from kvrelay.cluster.doctor.findings import Finding, fail, ok, rm, warn
 from kvrelay.cluster.doctor.system import GIB, MIB
 from kvrelay.engine.config import TiersSection
-from kvrelay.engine.support import Capability, Trait, no_to
 
 PROBE_BYTES = 64 * MIB
 CHUNK = 16 * MIB
@@ -61,13 +60,11 @@ def check_left_stores(folder: Path, sizes: Mapping[Path, int]) -> Finding:
     )
 
 
-def check_object_tier(tiers: TiersSection, num_ranks: int) -> Finding:
+def check_object_tier(tiers: TiersSection) -> Finding:
     """Lists one key, as a worker does that starts."""
     from kvrelay.kvtransfer.store.bucket import BucketError, bucket_of
 
     check, bucket = "object tier", bucket_of(tiers)
-    if num_ranks > 1 and (no := no_to(Capability.OBJECT_TIER, (Trait.RANKS,))):
-        return warn(check, f"{num_ranks} ranks", no.text)
     started = time.monotonic()
     try:
         bucket.list(tiers.object_prefix, limit=1)

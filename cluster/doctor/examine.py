@@ -53,9 +53,7 @@ def machine_checks(config: Config) -> dict[str, Check]:
     def object_tier() -> Finding:
         if not config.tiers.object_bucket:
             return skipped("object tier", "tiers.object_bucket is empty")
-        engine = config.engine  # one process of vLLM's workers moves the KV of all ranks
-        num_ranks = engine.tensor_parallel_size if engine.runs != "vllm" else 1
-        return disk.check_object_tier(config.tiers, num_ranks)
+        return disk.check_object_tier(config.tiers)
 
     def packages() -> Finding:
         return software.check_packages(software.requirements(), software.installed())

@@ -305,12 +305,15 @@ class RouterProcess:
         return was
 
     async def _with_digests(self, order: orders.UpdateModel) -> orders.UpdateModel:
-        """Those of the model's own weights, and of the folder that it names."""
-        from kvrelay.engine.model.checkpoint.version import read_version
+        """Those of the model's own weights, and of what it names."""
+        from kvrelay.engine.model.checkpoint.version import check_described, read_version
 
         own = self.served_models[order.model].path
         base = wanted = await asyncio.to_thread(read_version, own)
-        if not order.back:
+        if (memory := order.version.memory) is not None:
+            check_described(memory)
+            wanted = memory.version(order.version.name)
+        elif not order.back:
             folder = Path(order.version.path).expanduser().absolute()
             wanted = await asyncio.to_thread(read_version, folder, order.version.name, own)
         return replace(order, base=base, version=wanted)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvrelay.engine.identity import files_of
 from kvrelay.engine.model.checkpoint.load import load_weights
+from kvrelay.engine.model.checkpoint.region import OpenRegion
 from kvrelay.engine.model.checkpoint.version import find_version, read_version
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.cpu.ops import CpuOps
@@ -27,22 +28,25 @@ from kvrelay.engine.weights import (
 )
 
 if TYPE_CHECKING:
-    from kvrelay.engine.model.runner import ModelRunner
     from kvrelay.engine.model.weights import Weights
 
 GREEDY = SamplingParams(temperature=0.0)
 logger = logging.getLogger(__name__)
 
 
-def read_weights(version: WeightVersion, runner: ModelRunner) -> Weights:
-    """Those of `version`, prepared for the runner. Raises ModelError."""
+def read_weights(version: WeightVersion, runner: Any) -> Weights:
+    """Those of `version`, prepared for a ModelRunner. Raises ModelError."""
+    if isinstance(runner.own_ops, CpuOps):
+        runner.own_ops.use_new_chunks()
+    given = runner.config, runner.ops, lambda _: None
+    if version.memory is not None:
+        with OpenRegion(version.memory, version.digest) as region:
+            return load_weights(runner.model_dir, *given, region)
     folder = find_version(version, runner.model_dir, runner.cache_dir)
     before = versions_of(files_of(folder))
     if read_version(folder).digest != version.digest:
         raise ModelError(f"{folder} was changed while it was read: start again")
-    if isinstance(runner.own_ops, CpuOps):
-        runner.own_ops.use_new_chunks()
-    weights = load_weights(folder, runner.config, runner.ops, lambda _: None)
+    weights = load_weights(folder, *given)
     check_unchanged(before, files_of(folder))
     return weights
 
@@ -50,7 +54,8 @@ def read_weights(version: WeightVersion, runner: ModelRunner) -> Weights:
 class Versions:
     """Changes the weights of a runner in place. Called from one thread, which runs no steps."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Any) -> None:
+        """`runner`: a ModelRunner, or one of several ranks with its interface."""
         self._runner = runner
         self._next: Weights | None = None  # loaded, and not in use yet
 
@@ -81,7 +86,8 @@ class Versions:
         """Compute with what was loaded; as `ModelRunner.swap_weights`."""
         weights, self._next = self._next, None
         assert weights is not None
-        return self._runner.swap_weights(weights)
+        undo: Callable[[], None] = self._runner.swap_weights(weights)
+        return undo
 
     def forget(self) -> None:
         """What was loaded is not used."""

@@ -9,6 +9,10 @@ one the text of the error is where the block should be; and while a server does 
 transfer goes on for minutes. So NIXL knows the staging area only. A copy that is given up leaves
 its slots behind, and settles at once: nothing but this mover writes to the worker's memory.
 
+Where a worker has several ranks, each has objects of its own, with its heads, below a prefix of its
+own. Such an object says the checksum of the whole block as well, which ranks compare with the sum
+of what they have read.
+
 Copies take turns: the next object is one of the copy that has the fewest on their way. As many are
 on their way as come within a fraction of a second: over a slow link they share it, and if it has
 many of them at once, nothing comes for long.
@@ -35,7 +39,6 @@ from xxhash import xxh3_64_intdigest
 from kvrelay.engine.backoff import Backoff
 from kvrelay.engine.kv.tier import Tier
 from kvrelay.engine.node import NodeId
-from kvrelay.engine.support import Capability, Trait, no_to
 from kvrelay.kvtransfer.agent import (
     DAMAGED,
     GIVEN_UP,
@@ -65,12 +68,13 @@ from kvrelay.kvtransfer.store.bucket import (
     error_code,
     key_prefix,
 )
-from kvrelay.kvtransfer.store.objects import ObjectStore
+from kvrelay.kvtransfer.store.objects import ObjectStore, Unlisted
 
 HEADER = struct.Struct(
     "<8s16s24sQQQQ"
 )  # magic, name, codec, block's bytes, body's, checksum, check
 MAGIC = b"KVRELAY1"
+PART = struct.Struct("<Q")  # behind it, in a rank's: the checksum of the body's block
 HEADER_BYTES = 128  # the body begins there
 ERROR_BYTES = 1024  # at the beginning of a slot: an error's text, where one has come
 STAGING_BYTES = 48 << 20
@@ -194,6 +198,7 @@ class ObjectCopy:
     request: CopyBlocks
     sides: Sides
     results: list[int]  # checksums, as CopyDone has them; where it writes: bytes of each object
+    wholes: list[int]  # what was read says of the block of all ranks
     transport: ObjectTransport
     begun: int = 0
     done: int = 0
@@ -216,11 +221,13 @@ class ObjectMover:
         prefix: str,
         codec: Codec,
         share: HeadShare | None = None,
+        *,
+        is_part: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`memory`: the worker's, `[num_blocks, ...]` each, contiguous, on the CPU or a GPU;
-        `prefix`: of all keys; `share`: the heads that blocks hold. Raises AgentError,
-        BucketError."""
+        `prefix`: of all keys; `share`: the heads that blocks hold; `is_part`: they are those of one
+        of several ranks. Raises AgentError, BucketError."""
         self._name = name
         self._memory = dict(memory)
         self._bytes = {tier: block_bytes(pool, share) for tier, pool in memory.items()}
@@ -229,6 +236,7 @@ class ObjectMover:
         self._prefix = prefix
         self._codec = codec
         self._share = share
+        self._is_part = is_part
         self._clock = clock
         self._block = np.empty((1, self._size), np.uint8)  # one that was decoded
         self._coded = np.empty(self._size + MORE_BYTES, np.uint8)
@@ -259,7 +267,8 @@ class ObjectMover:
         self._renew()
         if not self._transport.free and self.num_left >= len(self._transport.staging):
             raise AgentError(f"{text}: {self.num_left} transfers that were given up have not ended")
-        copy = ObjectCopy(request, sides, [0] * len(sides.blocks), self._transport)
+        results, wholes = [0] * len(sides.blocks), [0] * len(sides.blocks)
+        copy = ObjectCopy(request, sides, results, wholes, self._transport)
         self._copies[copy] = None
         self._begin(now)
         if copy.error:
@@ -288,7 +297,8 @@ class ObjectMover:
             self._failures = 0
             done, results = CopyDone(handle.request.transfer_id, None), tuple(handle.results)
             if handle.sides.reads:
-                return replace(done, checksums=results)
+                wholes = tuple(handle.wholes) if self._is_part else ()
+                return replace(done, checksums=results, whole_checksums=wholes)
             return replace(done, stored_bytes=results)
         if now < self._retry_at:  # another copy has found that
             raise AgentError(f"{handle.request.text}: {self._why}")
@@ -371,9 +381,10 @@ class ObjectMover:
             return NOT_THERE[says]
         if error:
             raise self._failed(copy, f"{error} {says}".strip())
-        checksum = self._unpack(row, copy.request.names[index])
-        if checksum is None:
+        found = self._unpack(row, copy.request.names[index])
+        if found is None:
             return DAMAGED
+        checksum, copy.wholes[index] = found
         write_blocks(self._memory[copy.sides.tier], [copy.sides.blocks[index]], self._block[:1])
         return checksum
 
@@ -387,18 +398,19 @@ class ObjectMover:
         end = HEADER_BYTES + len(body)
         row[HEADER_BYTES:end] = body
         name, checksum = copy.request.names[index], copy.request.checksums[index]
-        header = pack_header(name, codec, self._size, len(body), checksum)
+        part = checksum_blocks(block[None], [0], self._share)[0] if self._is_part else None
+        header = pack_header(name, codec, self._size, len(body), checksum, part)
         row[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
         copy.results[index] = end
         return end
 
-    def _unpack(self, row: NDArray[np.uint8], name: bytes) -> int | None:
-        """Its block, in `_block`, and the checksum; None if it is not that of `name`, or not
-        whole."""
-        facts = unpack_header(row[:HEADER_BYTES].tobytes())
+    def _unpack(self, row: NDArray[np.uint8], name: bytes) -> tuple[int, int] | None:
+        """Its block, in `_block`; (its checksum, that of the block of all ranks). None if it is not
+        that of `name`, or not whole."""
+        facts = unpack_header(row[:HEADER_BYTES].tobytes(), is_part=self._is_part)
         if facts is None:
             return None
-        its_name, codec, size, body_bytes, checksum = facts
+        its_name, codec, size, body_bytes, whole, checksum = facts
         body = row[HEADER_BYTES : HEADER_BYTES + body_bytes]
         if its_name != name or size != self._size or len(body) != body_bytes:
             return None
@@ -406,7 +418,8 @@ class ObjectMover:
             self._block[0] = body
         elif codec != self._codec.name.encode() or not self._codec.decode(body, self._block[0]):
             return None
-        return checksum if checksum_blocks(self._block, [0], self._share) == [checksum] else None
+        fits = checksum_blocks(self._block, [0], self._share) == [checksum]
+        return (checksum, whole) if fits else None
 
     def _failed(self, copy: ObjectCopy, why: str) -> AgentError:
         """The store is left alone for a while."""
@@ -449,25 +462,36 @@ class ObjectMover:
 def open_tier(settings: TierSettings) -> Storage:
     """Opens the bucket. Raises AgentError, BucketError, NativeBuildError."""
     config, tiers = settings.config, settings.tiers
-    if settings.num_ranks > 1 and (no := no_to(Capability.OBJECT_TIER, (Trait.RANKS,))):
-        raise AgentError(no.text)
-    bucket, prefix = bucket_of(tiers), key_prefix(tiers.object_prefix, config.fingerprint)
+    bucket, is_part = bucket_of(tiers), bool(settings.part)
+    prefix = key_prefix(f"{tiers.object_prefix}/{settings.part}", config.fingerprint)
     what = settings.memory, bucket, prefix, ExponentCodec(), settings.share
-    mover = ObjectMover(config.node_id, *what)
+    mover = ObjectMover(config.node_id, *what, is_part=is_part)
+    if not settings.lists:
+        return Storage(mover, Unlisted())
     return Storage(mover, ObjectStore(bucket, prefix, tiers.object_blocks))
 
 
-def pack_header(name: bytes, codec: bytes, size: int, body_bytes: int, checksum: int) -> bytes:
-    """`size`: bytes of the block; `checksum`: the block's, as it was computed."""
-    facts = MAGIC, name, codec, size, body_bytes, checksum
-    check = xxh3_64_intdigest(HEADER.pack(*facts, 0))
-    return HEADER.pack(*facts, check).ljust(HEADER_BYTES, b"\0")
+def pack_header(
+    name: bytes, codec: bytes, size: int, body_bytes: int, checksum: int, part: int | None = None
+) -> bytes:
+    """`size`: bytes of the block; `checksum`: that of the block of all ranks, as it was computed;
+    `part`: that of these bytes, of one of several ranks."""
+    facts, more = (MAGIC, name, codec, size, body_bytes, checksum), b""
+    if part is not None:
+        more = PART.pack(part)
+    check = xxh3_64_intdigest(HEADER.pack(*facts, 0) + more)
+    return (HEADER.pack(*facts, check) + more).ljust(HEADER_BYTES, b"\0")
 
 
-def unpack_header(header: bytes) -> tuple[bytes, bytes, int, int, int] | None:
-    """What `pack_header` was given; None if this is not what it returned."""
+def unpack_header(
+    header: bytes, *, is_part: bool = False
+) -> tuple[bytes, bytes, int, int, int, int] | None:
+    """What `pack_header` was given, where it was given no `part` with the checksum of the block in
+    its place; None if this is not what it returned."""
     magic, *facts, check = HEADER.unpack_from(header)
-    if magic != MAGIC or check != xxh3_64_intdigest(HEADER.pack(magic, *facts, 0)):
+    more = header[HEADER.size :][: PART.size] if is_part else b""
+    if magic != MAGIC or check != xxh3_64_intdigest(HEADER.pack(magic, *facts, 0) + more):
         return None
     name, codec, size, body_bytes, checksum = facts
-    return name, codec.rstrip(b"\0"), size, body_bytes, checksum
+    part = PART.unpack(more)[0] if is_part else checksum
+    return name, codec.rstrip(b"\0"), size, body_bytes, checksum, part

@@ -43,6 +43,11 @@ class TierSettings:
         """A folder below those that all ranks have; "": there is one rank."""
         return f"rank-{self.rank}-of-{self.num_ranks}" if self.num_ranks > 1 else ""
 
+    @property
+    def lists(self) -> bool:
+        """Whether it says for all ranks what storage that has keys holds."""
+        return self.rank == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:

@@ -31,6 +31,22 @@ log = logging.getLogger("kvrelay.objects")
 Page = tuple[list[str], bool]
 
 
+class Unlisted:
+    """In place of an `ObjectStore` in ranks above 0: what is there, rank 0 says, whose objects are
+    written and read with theirs."""
+
+    wait_s = IDLE_WAIT_S
+
+    def update(self, change: StoreIndex | FindStored) -> None:
+        pass
+
+    def check(self, busy: bool) -> Sequence[StoreListed]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
 class ObjectStore:
     """Implements kvtransfer.executor.Store: says what the bucket holds. Owned by the tier's thread.
 

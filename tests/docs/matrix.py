@@ -199,6 +199,8 @@ TESTED: dict[Capability, dict[str, str]] = {
     C.OBJECT_TIER: {
         "one process": "local/test_local_objects.py"
         "::test_a_machine_that_is_new_reads_what_another_one_has_written",
+        "ranks": "local/test_local_objects.py"
+        "::test_ranks_read_what_ranks_have_written_and_others_compute",
     },
     C.LEFT_KV: {
         "one process": "local/test_local_outlive.py::test_the_next_worker_begins_with_it",

@@ -52,8 +52,6 @@ from kvrelay.engine.support import (
 )
 from kvrelay.engine.weights import LoadWeights, UpdateMode, UpdateWeights, WeightVersion
 from kvrelay.kvtransfer.agent import AgentError
-from kvrelay.kvtransfer.movers import object as object_tier
-from kvrelay.kvtransfer.movers.opening import TierSettings
 from kvrelay.worker.build import build
 from kvrelay.worker.kv_plan import BuildError
 from kvrelay.worker.node import Worker
@@ -240,9 +238,6 @@ def of_scaling(no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def of_tiers(capability: Capability, no: No, make: Make, monkeypatch: pytest.MonkeyPatch) -> str:
-    if T.VLLM not in no.where and capability is C.OBJECT_TIER:
-        settings = TierSettings(worker_config(), {}, num_ranks=2)
-        return error_of(lambda: object_tier.open_tier(settings))
     if T.VLLM not in no.where:
         family = next((FAMILY[each] for each in no.where if each in FAMILY), "llama")
         own: dict[str, Any] = {"kv_dtype": "float8_e4m3"} if T.FP8_KV in no.where else {}

@@ -4,8 +4,10 @@ a worker and the controller killed on the way, and back."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +21,7 @@ from kvrelay.cluster.cli.own_key import OwnKey
 from kvrelay.engine.model.checkpoint.resolve import resolve_model
 from kvrelay.engine.model.checkpoint.version import read_version
 from tests.e2e.serving import KVRELAY, MODEL, STORY, all_up, is_idle, status, wait_for, worker_of
+from tests.structure import ROOT
 from tests.support.weights import scaled
 
 pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -86,8 +89,65 @@ def paused(served: Served) -> None:
     wait_for(served.url, lambda _: is_paused(served), 10, "not paused")
 
 
+TRAINER = """
+import sys
+from pathlib import Path
+from safetensors.torch import load_file
+from kvrelay.cluster.cli.own_key import OwnKey
+
+url, folder, step = sys.argv[1:]
+files = Path(folder).glob("*.safetensors")
+tensors = {name: each for file in files for name, each in load_file(file).items()}
+region = publish(httpx.Client(base_url=url, auth=OwnKey(), timeout=60), tensors, int(step))
+print("published", flush=True)
+sys.stdin.read()
+region.close()
+region.unlink()
+"""
+
+
+def killed(served: Served, name: str) -> None:
+    """Returns when another one is up in its place."""
+    worker = worker_of(status(served.url), name)
+    os.kill(worker["pid"], signal.SIGKILL)
+    wait_for(served.url, lambda s: worker_of(s, name)["epoch"] > worker["epoch"], 60, "no new one")
+    wait_for(served.url, all_up, 60, "not up")
+
+
 def names(served: Served) -> list[str]:
     return [each["weights"] for each in status(served.url)["workers"]]
+
+
+def test_a_trainer_publishes_from_its_memory_as_the_page_shows(
+    served: Served, versions: list[Path], tmp_path: Path
+) -> None:
+    """In a process of its own. A worker that starts later finds the region too; once it is gone,
+    all go back."""
+    page = (ROOT / "docs/weights.md").read_text(encoding="utf-8")
+    example = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    step, (own, new) = os.getpid(), versions
+    script = tmp_path / "trainer.py"
+    script.write_text("".join(example) + TRAINER)
+    texts = [ask(served).json()["choices"][0]["text"]]
+    command = [sys.executable, str(script), served.url, str(new), str(step)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "published\n"
+        texts.append(ask(served).json()["choices"][0]["text"])
+        assert names(served) == [f"step-{step}"] * 2
+        killed(served, "decode-0")
+        assert names(served) == [f"step-{step}"] * 2
+        texts.append(ask(served).json()["choices"][0]["text"])
+        trainer.stdin.close()
+        assert trainer.wait(30) == 0
+    os.kill(worker_of(status(served.url), "decode-1")["pid"], signal.SIGKILL)
+    old = read_version(own).name
+    wait_for(served.url, lambda _: names(served) == [old, old], 120, "not back")
+    wait_for(served.url, all_up, 60, "not up")
+    texts.append(ask(served).json()["choices"][0]["text"])
+    assert texts[0] == texts[3] != texts[1] == texts[2]
 
 
 def test_streams_go_on_while_workers_get_other_weights_and_back(
@@ -116,9 +176,7 @@ def test_streams_go_on_while_workers_get_other_weights_and_back(
     assert new in refused.text
     assert ask(served, weight_version=new).json()["choices"] == again["choices"]
 
-    os.kill(worker_of(status(served.url), "decode-0")["pid"], signal.SIGKILL)
-    wait_for(served.url, lambda s: worker_of(s, "decode-0")["epoch"] > 1, 60, "no new one")
-    wait_for(served.url, all_up, 60, "not up")
+    killed(served, "decode-0")
     assert names(served) == [new, new]
 
     assert update(served, "--back", "--mode", "keep").returncode == 0

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay.engine.kv.tier import DiskRecord, Tier
 from kvrelay.kvtransfer.agent import (
+    DAMAGED,
+    MISSING,
     NOT_STORED,
     AttachStore,
     ConnectPeer,
@@ -138,6 +140,20 @@ def test_what_has_gone_in_one_rank_is_found_by_none() -> None:
         world.answers.add(rank, found(8))
     assert world.told[1:] == [found(8)]
     assert len(world.sent) == 2
+
+
+def test_of_objects_ranks_have_read_parts_of_one_block_or_it_is_not_used() -> None:
+    """Each object says what the checksum of all parts is."""
+    world = World()
+    world.answers.begin(copy(1))
+    parts = (5, 5, 5, MISSING, 5), (5, 5, MISSING, MISSING, 5), (7, 7, 7, DAMAGED, 7)
+    wholes = (12, 12, 12, 0, 13), (12, 12, 0, 0, 13), (12, 13, 12, 0, 13)
+    for rank in range(NUM_RANKS):
+        read = replace(done(1, rank), checksums=parts[rank], stored_bytes=())
+        world.answers.add(rank, replace(read, whole_checksums=wholes[rank]))
+    (joined,) = world.told
+    assert joined.checksums == (12, DAMAGED, MISSING, DAMAGED, DAMAGED)
+    assert joined.whole_checksums == ()
 
 
 def test_of_blocks_in_fewer_bits_ranks_tell_what_they_will_read() -> None:

@@ -12,6 +12,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as msgspec_replace
 
 from kvrelay.engine.adapter_copies import register
 from kvrelay.engine.adapters import Adapter, read_adapter
@@ -28,10 +29,14 @@ from tests.local.test_migration import chase
 from tests.local.test_migration import unhurried as unhurried
 from tests.support.adapters import merge, write_adapter
 from tests.support.local import Completion, LocalCluster
+from tests.support.weights import scaled
 
 PROMPTS = [tokens_of(70, seed=number) for number in range(4)]
 COUNT = 24
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0.0)
+FEW = 8  # prompts whose blocks a device and host memory have room for
+Servers = tuple[LocalCluster, LocalCluster]
+SAME = Adapter(b"", "")  # stands for one that several models have
 ENGINE = EngineSection(num_blocks=64, max_num_batched_tokens=64, num_speculative_tokens=2)
 
 
@@ -224,6 +229,117 @@ def test_ten_thousand_requests_find_no_kv_of_an_adapter_that_differs_by_a_byte(
         sources = cluster.status().totals.cached_tokens_by_source
     assert {"device", "host", "disk", "peer"} <= sources.keys(), sources
     print(f"{num_tries} first requests found nothing, {num_hits} second ones: {sources}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_two_models_with_an_adapter_each_answer_as_their_own_merged_weights(
+    world: World, tmp_path: Path, num_ranks: int
+) -> None:
+    """The adapters are of the same bytes. All four kinds of requests are served at once."""
+    other = World(tmp_path, scaled(world.model, tmp_path / "other", 3.0))
+    adapters = world.adapter(), other.adapter()
+    same = write_adapter(tmp_path / "same", world.model, seed=7, rank=4)
+    for number, each in enumerate((world, other)):
+        each.expected[SAME] = answers_of(merge(tmp_path / f"same{number}", each.model, same))
+    bytes_of = Adapter(read_adapter(same).digest, str(same))
+    engine = msgspec_replace(ENGINE, tensor_parallel_size=num_ranks, threads=num_ranks)
+    engine = msgspec_replace(engine, num_speculative_tokens=2 if num_ranks == 1 else 0)
+    further = {"other": other.model}
+    with LocalCluster(world.model, prefill=0, engine=engine, further=further) as cluster:
+        kinds = [
+            (name, each, adapter)
+            for name, each, own in (("", world, adapters[0]), ("other", other, adapters[1]))
+            for adapter in (None, own, bytes_of)
+        ]
+        for again in (False, True):
+            asked = [
+                (each.expected[SAME if adapter is bytes_of else adapter][i], future)
+                for name, each, adapter in kinds
+                for i, prompt in enumerate(PROMPTS)
+                for future in [cluster.submit(prompt, GREEDY, model=name, adapter=adapter)]
+            ]
+            for expected, future in asked:
+                answer = future.result(300)
+                assert tuple(answer.tokens) == expected
+                assert again or not answer.num_cached_tokens
+        assert_clean(cluster)
+
+
+@pytest.mark.long  # pytest -m long -s -k ranks_and_servers tests/local/test_local_adapters.py
+@pytest.mark.timeout(1500)
+def test_ten_thousand_requests_over_models_ranks_and_servers_find_no_kv_of_others(
+    world: World, tmp_path: Path
+) -> None:
+    """Two servers, one of two ranks, have the same two models and one disk, and are started again
+    and again. Each round has an adapter that differs by a byte from the one before, and both models
+    compute with it: what is asked first of a model finds nothing. The other server gives the same
+    token, and so does the one that is started next, from what was left on disk."""
+    path, other = world.folder / "byte-2", scaled(world.model, tmp_path / "other", 3.0)
+    write_adapter(path, world.model, rank=4)
+    file = path / "adapter_model.safetensors"
+    first = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2)
+    prompts = [tokens_of(40, seed=number) for number in range(100)]
+    engine = EngineSection(num_blocks=48, max_num_batched_tokens=256)
+    ranks = msgspec_replace(engine, tensor_parallel_size=2, threads=2)
+    kept: dict[str, Any] = {"host_bytes": MIB // 2, "disk_bytes": 64 * MIB, "disk_after_s": 0.0}
+    kept |= {"further": {"other": other}, "disk_path": str(tmp_path), "prefill": 0}
+
+    def asked(
+        servers: Servers, models: tuple[str, str], adapter: Adapter, count: int = 100
+    ) -> list[Completion]:
+        """Asks each of the servers of the model that is given for it."""
+        futures = [
+            server.submit(prompt, first, model=model, adapter=adapter)
+            for server, model in zip(servers, models, strict=True)
+            for prompt in prompts[:count]
+        ]
+        found = [future.result(300) for future in futures]
+        assert [each.failed for each in found] == [None] * len(found)
+        return found
+
+    num_tries, num_hits, left, adapter = 0, 0, list[Completion](), Adapter(b"", "")
+    for _ in range(5):
+        with (
+            LocalCluster(world.model, engine=engine, **kept) as alone,
+            LocalCluster(world.model, engine=ranks, **kept) as pair,
+        ):
+            servers = alone, pair
+            for server in servers:
+                load_all(server)
+            if left:
+                again = asked(servers, ("", "other"), adapter, FEW)
+                num_hits += sum(each.num_cached_tokens > 0 for each in again)
+                assert_alike(again, left)
+            for _ in range(10):
+                whole = bytearray(file.read_bytes())
+                whole[-2 * (1 + num_tries // 200)] ^= 1
+                file.write_bytes(whole)
+                adapter = Adapter(read_adapter(path).digest, str(path))
+                firsts = asked(servers, ("", "other"), adapter)
+                assert not any(each.num_cached_tokens for each in firsts), "KV of another"
+                num_tries += len(firsts)
+                seconds = asked(servers, ("other", ""), adapter)
+                assert_alike([*seconds[100:], *seconds[:100]], firsts)
+            left = asked(servers, ("", "other"), adapter, FEW)  # the last, so it is on disk
+            for server in servers:
+                settle(server)
+                server.check()
+    print(f"{num_tries} first requests found nothing; after starts {num_hits} of {8 * FEW} did")
+    assert num_hits > 0
+
+
+def assert_alike(ones: Sequence[Completion], others: Sequence[Completion]) -> None:
+    """The sums of ranks have another order, so they may differ where two tokens are as good."""
+    for one, other in zip(ones, others, strict=True):
+        assert one.tokens == other.tokens or is_near(one, other), (one, other)
+
+
+def is_near(one: Completion, two: Completion) -> bool:
+    """Whether both have found the same two tokens best, and hardly one better than the other."""
+    found = [dict(each.logprobs[0].top) for each in (one, two)]
+    spread = [max(each.values()) - min(each.values()) for each in found]
+    return found[0].keys() == found[1].keys() and max(spread) < 1e-5
 
 
 def test_an_adapter_that_has_changed_fails_its_own_requests_with_the_reason(world: World) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from kvrelay.engine.stats import Role
 from kvrelay.kvtransfer.movers import object as objects
-from tests.local.test_local import GREEDY
+from tests.local.test_local import GREEDY, REMOTE
 from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import (
     CACHED,
@@ -51,12 +52,19 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3StandIn]:
         assert not objects._abandoned
 
 
-def cluster_with(server: S3StandIn, model_dir: Path, **settings: Any) -> LocalCluster:
-    """Its blocks are in the bucket as soon as they are idle."""
+def cluster_with(
+    server: S3StandIn, model_dir: Path, ranks: int = 1, prefill_ranks: int = 0, **settings: Any
+) -> LocalCluster:
+    """Its blocks are in the bucket as soon as they are idle. `prefill_ranks`: of workers of that
+    role; 0: as others."""
     given = {"prefill": 0, "host_bytes": 4 * MIB, "object_after_s": 0.1} | settings
+    sizes = {Role.PREFILL: prefill_ranks or ranks, Role.DECODE: ranks}
     return LocalCluster(
         model_dir,
-        engine=PATIENT,
+        engines={
+            role: structs.replace(PATIENT, tensor_parallel_size=size, threads=size)
+            for role, size in sizes.items()
+        },
         object_bucket=server.bucket,
         object_endpoint=server.url,
         **given,
@@ -213,6 +221,74 @@ def test_credentials_that_are_revoked(
         load_all(second)
         wait_for_found(second)
         server.access_key = "another"
+        assert ask(second) == expected
+        assert source(second, "object") == 0
+        assert_clean(second)
+
+
+def of_ranks(server: S3StandIn) -> list[list[str]]:
+    """The keys that each of two ranks has written."""
+    found = [[key for key in server.objects if f"rank-{rank}-of-2/" in key] for rank in range(2)]
+    assert sorted([*found[0], *found[1]]) == sorted(server.objects)
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_read_what_ranks_have_written_and_others_compute(
+    server: S3StandIn, model_dir: Path, expected: list[list[int]]
+) -> None:
+    """Each rank has objects of its own. A worker of another number of ranks finds none of them, and
+    no router says that it would."""
+    with cluster_with(server, model_dir, ranks=2) as first:
+        assert fill(first) == expected
+        wait_for_objects(server, 2)
+        assert_clean(first)
+    own, others = of_ranks(server)
+    assert len(own) == len(others) == NUM_OBJECTS
+    with cluster_with(server, model_dir, ranks=2, host_bytes=0) as second:
+        load_all(second)
+        wait_for_found(second)
+        assert ask(second) == expected
+        assert num_cached(second) == NUM_PROMPTS * CACHED == source(second, "object")
+        assert_clean(second)
+    both = {"prefill": 1, "router": REMOTE, "host_bytes": 0, "object_after_s": 3600.0}
+    with cluster_with(server, model_dir, ranks=2, prefill_ranks=1, **both) as mixed:
+        load_all(mixed)
+        assert ask(mixed) == expected
+        prefill, decode = (mixed.workers[name].node for name in ("prefill-0", "decode-0"))
+        assert not prefill.core.counters.get("blocks_from_object")  # type: ignore[attr-defined]
+        assert prefill.core.config.store_kind != decode.core.config.store_kind  # type: ignore[attr-defined]
+        assert_clean(mixed)
+
+
+def spoil_one(server: S3StandIn) -> None:
+    for key in of_ranks(server)[1]:
+        server.objects[key] = server.objects[key][:-500] + bytes(500)
+
+
+def lose_one(server: S3StandIn) -> None:
+    for key in of_ranks(server)[1]:
+        del server.objects[key]
+
+
+def swap(server: S3StandIn) -> None:
+    """What one rank has written has the name of what the other has."""
+    for own, other in zip(*map(sorted, of_ranks(server)), strict=True):
+        server.objects[own], server.objects[other] = server.objects[other], server.objects[own]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", [spoil_one, lose_one, swap])
+def test_blocks_of_which_one_rank_has_no_right_part_are_computed(
+    server: S3StandIn, model_dir: Path, expected: list[list[int]], spoil: Any
+) -> None:
+    with cluster_with(server, model_dir, ranks=2) as first:
+        assert fill(first) == expected
+        wait_for_objects(server, 2)
+    with cluster_with(server, model_dir, ranks=2, host_bytes=0, object_after_s=3600.0) as second:
+        load_all(second)
+        wait_for_found(second)
+        spoil(server)
         assert ask(second) == expected
         assert source(second, "object") == 0
         assert_clean(second)

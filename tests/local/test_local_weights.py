@@ -3,10 +3,12 @@ used by another."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 
@@ -16,6 +18,7 @@ from msgspec.structs import replace as msgspec_replace
 
 from kvrelay.engine.config import EngineSection, ModelSection
 from kvrelay.engine.model import versions as in_place
+from kvrelay.engine.model.checkpoint.region import REGIONS
 from kvrelay.engine.model.checkpoint.version import read_version
 from kvrelay.engine.model.parallel.runner import ParallelRunner
 from kvrelay.engine.model.runner import ModelRunner
@@ -28,6 +31,7 @@ from tests.local.test_local import model_dir as model_dir
 from tests.local.test_local_tiers import MIB, assert_clean, load_all, settle
 from tests.local.test_migration import unhurried as unhurried
 from tests.support.local import Completion, LocalCluster
+from tests.support.trainer import training
 from tests.support.weights import Operator, Reference, scaled
 
 COUNT = 48
@@ -234,8 +238,8 @@ def test_ranks_that_start_read_the_version_that_is_current(
 ) -> None:
     engine = EngineSection(num_blocks=40, threads=2, tensor_parallel_size=2)
     section = ModelSection(name="", dtype="float32", device="cpu")
-    version = read_version(versions[1])
-    runner = ParallelRunner(versions[0], section, engine.sized(gpu=False), weights=version)
+    read = partial(in_place.read_weights, read_version(versions[1]))
+    runner = ParallelRunner(versions[0], section, engine.sized(gpu=False), read=read)
     try:
         tokens = [[each.continued(prompt, 1) for each in references] for prompt in PROMPTS]
         prompt, (_, new) = next(
@@ -247,6 +251,36 @@ def test_ranks_that_start_read_the_version_that_is_current(
         assert [sampled.token] == new
     finally:
         runner.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_come_from_the_memory_of_another_process(
+    versions: tuple[Path, Path], references: tuple[Reference, Reference], num_ranks: int
+) -> None:
+    """Each rank copies them: they stay as they were when the other process writes over its own, or
+    ends. What is not as it was described is not used."""
+    engine = msgspec_replace(ENGINE, tensor_parallel_size=num_ranks, threads=num_ranks)
+    with LocalCluster(versions[0], prefill=0, engine=engine) as cluster:
+        operator = Operator(cluster)
+        with training(versions[1], f"kvrelay-trains-{os.getpid()}") as memory:
+            futures = begun(cluster, 1)
+            operator.use(memory.version("step-1"), UpdateMode.RECOMPUTE)
+            answers = ended(cluster, futures)
+            assert all(each.weights[-1][1] == "step-1" for each in answers)
+            region = REGIONS / memory.region
+            with region.open("r+b") as file:
+                file.write(bytes(region.stat().st_size))
+            for prompt, answer in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
+                assert answer.tokens == references[1].continued(prompt, COUNT)
+            operator.update(versions[0], UpdateMode.RECOMPUTE)
+            wrong = operator.begin("decode-0", memory.version(), UpdateMode.RECOMPUTE).result(60)
+            assert "has other bytes than its digest" in wrong.why
+        gone = operator.begin("decode-0", memory.version(), UpdateMode.RECOMPUTE).result(60)
+        assert "is no region of shared memory" in gone.why
+        for prompt, answer in zip(FEW, cluster.generate(FEW, GREEDY), strict=True):
+            assert answer.tokens == references[0].continued(prompt, COUNT)
+        cluster.wait_idle()
 
 
 @pytest.mark.long  # pytest -m long -s -k under_load tests/local/test_local_weights.py

@@ -84,7 +84,16 @@ class Operator:
         self, path: Path, mode: UpdateMode, workers: Sequence[NodeId] = (), **fields: Any
     ) -> list[WeightsUpdated]:
         """One worker after the other; raises where one has failed."""
-        version = read_version(path)
+        return self.use(read_version(path), mode, workers, **fields)
+
+    def use(
+        self,
+        version: WeightVersion,
+        mode: UpdateMode,
+        workers: Sequence[NodeId] = (),
+        **fields: Any,
+    ) -> list[WeightsUpdated]:
+        """One worker after the other, as `update` does it."""
         found = []
         for worker in workers or sorted(self._cluster.workers):
             found.append(self.begin(worker, version, mode, **fields).result(60))

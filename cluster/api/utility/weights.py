@@ -18,7 +18,42 @@ from kvrelay.cluster.api.incoming import check_operator, read_body
 from kvrelay.cluster.api.openai.schema import parse
 from kvrelay.cluster.api.operator import give
 from kvrelay.cluster.orders import PauseModel, UpdateModel
-from kvrelay.engine.weights import NO_VERSION, PauseMode, UpdateMode, WeightVersion
+from kvrelay.engine.weights import (
+    NO_VERSION,
+    PauseMode,
+    SharedTensor,
+    SharedWeights,
+    UpdateMode,
+    WeightVersion,
+)
+
+
+class SharedTensorRow(BaseModel):
+    """A tensor in the shared memory that a body of POST /v1/weights names."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=400)]
+    dtype: str  # as torch names it: "bfloat16"
+    shape: Annotated[list[int], Field(max_length=8)]
+    offset: int = Field(ge=0, lt=1 << 62)  # bytes from the begin of the region
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # BLAKE2b, 32 bytes, of its bytes
+
+
+class SharedMemory(BaseModel):
+    """A region of POSIX shared memory, of the same name on each machine."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    region: str
+    tensors: list[SharedTensorRow]
+
+    def weights(self) -> SharedWeights:
+        rows = (
+            SharedTensor(t.name, t.dtype, tuple(t.shape), t.offset, bytes.fromhex(t.digest))
+            for t in self.tensors
+        )
+        return SharedWeights(self.region, tuple(rows))
 
 
 class WeightsRequest(BaseModel):
@@ -28,14 +63,18 @@ class WeightsRequest(BaseModel):
 
     model: str = ""  # "": the one that is served, or the first
     path: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    memory: SharedMemory | None = None
     name: Annotated[str, Field(pattern=r"^\S{1,64}$")] | None = None
     mode: str = str(UpdateMode.RECOMPUTE)
     back: bool = False
 
     @model_validator(mode="after")
     def _is_one_or_the_other(self) -> WeightsRequest:
-        if self.back == (self.path is not None):
-            raise ValueError("expected 'path', a folder of weights, or 'back': true")
+        if self.back + (self.path is not None) + (self.memory is not None) != 1:
+            raise ValueError(
+                "expected 'path', a folder of weights, or 'memory', a region that has them, or"
+                " 'back': true"
+            )
         return self
 
 
@@ -84,9 +123,10 @@ class _WeightCalls:
         asked = parse(WeightsRequest, await read_body(self._ctx, http))
         ctx = self._model(asked.model)
         mode = _one_of(UpdateMode, asked.mode, "mode")
-        version = WeightVersion(asked.name or "", path=asked.path or "")
+        memory = asked.memory.weights() if asked.memory else None
+        version = WeightVersion(asked.name or "", path=asked.path or "", memory=memory)
         order = UpdateModel(ctx.name, NO_VERSION, version, mode, asked.back)
-        known = await give(ctx.operations, order, "path")
+        known = await give(ctx.operations, order, "memory" if memory else "path")
         named = {} if asked.back else known  # back to which ones, the controller knows
         return JSONResponse({"model": ctx.model_name, "mode": str(mode), **named}, 202)
 

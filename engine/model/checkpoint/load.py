@@ -23,6 +23,7 @@ from kvrelay.engine.model.checkpoint.names import MISTRAL, renamed, renames_of, 
 from kvrelay.engine.model.checkpoint.quantized import QuantizedWeights
 from kvrelay.engine.model.checkpoint.quantized_config import PACKED, float_type, quantization_of
 from kvrelay.engine.model.checkpoint.recurrent import MODULE_NAMES, recurrent_weights
+from kvrelay.engine.model.checkpoint.region import OpenRegion
 from kvrelay.engine.model.config import Experts, Latent, ModelConfig
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.ops import Ops
@@ -46,9 +47,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Checkpoint:
     """The tensors of a model directory by name. Files stay mapped as long as it lives."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises ModelError if there are no weights or a file is damaged."""
-        self._path = path
+    def __init__(self, path: Path, region: OpenRegion | None = None) -> None:
+        """region: has the tensors, in place of the files in `path`. Raises ModelError if there are
+        no weights or a file is damaged."""
+        self._path, self._region = path, region
         self._files: dict[str, Any] = {}
         raw = read_raw(path)
         stated, dtype = quantization_of(path, raw), getattr(torch, float_type(raw))
@@ -58,7 +60,10 @@ class Checkpoint:
         self.is_interleaved = self.renames is MISTRAL  # rotated rows are stored in pairs
 
     def _found(self) -> dict[str, str]:
-        """Returns the file that has each tensor."""
+        """Returns the file, or the region, that has each tensor."""
+        if (region := self._region) is not None:
+            self._files[region.path] = region
+            return dict.fromkeys(region.keys(), region.path)
         index = self._path / "model.safetensors.index.json"
         if index.is_file():
             places = read_json(index).get("weight_map")
@@ -123,10 +128,14 @@ class Checkpoint:
 
 
 def load_weights(
-    path: Path, config: ModelConfig, ops: Ops, progress: Callable[[str], None]
+    path: Path,
+    config: ModelConfig,
+    ops: Ops,
+    progress: Callable[[str], None],
+    region: OpenRegion | None = None,
 ) -> Weights:
-    """Read every parameter of `config` from `path`. Raises ModelError."""
-    checkpoint = Checkpoint(path)
+    """Read every parameter of `config` from `path`, or the region. Raises ModelError."""
+    checkpoint = Checkpoint(path, region)
     root, table, head = table_and_head(checkpoint, config)
     last = next((name for name in MODULE_NAMES if checkpoint.has(f"{root}{name}.weight")), "norm")
     layers = []

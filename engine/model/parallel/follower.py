@@ -30,7 +30,6 @@ from kvrelay.engine.model.parallel.updates import (
     RankUpdates,
     SettleRank,
     is_of_loading,
-    open_rank,
 )
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.step import Launch, Step
@@ -140,7 +139,7 @@ def main() -> None:
         member = setup.join()
         path = setup.find_model()
         before = versions_of(files_of(path))  # on a machine of its own perhaps
-        runner = open_rank(setup, path, member)
+        runner = ModelRunner(path, setup.model, setup.engine, member=member, read=setup.read)
         if setup.companion is not None:
             leader.companion = setup.companion(runner, setup.shard, leader.tell)
         leader.updates = RankUpdates(runner, leader.tell)

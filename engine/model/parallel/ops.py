@@ -8,7 +8,7 @@ MLP. The head is cut by rows of the vocabulary, and rank 0 gathers the logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,7 @@ from kvrelay.engine.model.parallel.link import MakeCompanion
 from kvrelay.engine.model.parallel.shard import Shard
 from kvrelay.engine.model.stacked import GROUP, Packed, Stacked, of_halves, widened
 from kvrelay.engine.model.state_layout import MAMBA2
-from kvrelay.engine.model.terms import Term
-from kvrelay.engine.weights import WeightVersion
+from kvrelay.engine.model.terms import Term, TermRows
 
 COLLECTIVE_TIMEOUT_S = 60.0
 """A rank that the others wait for this long counts as dead. The death of a process is noticed at
@@ -200,7 +199,7 @@ class RankSetup:
     model: ModelSection
     engine: EngineSection
     companion: MakeCompanion | None = None
-    weights: WeightVersion | None = None  # in place of those of the checkpoint
+    read: Callable[[Any], Any] | None = None  # ModelRunner has it; can be pickled
 
     def join(self) -> Member:
         """Wait until all ranks are here."""
@@ -215,11 +214,11 @@ class _Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class _SummedTerm:
-    """A term of a matrix whose results ranks add up."""
+class _PartTerm:
+    """A rank's part of a term of a matrix whose results ranks add up. `ParallelOps` adds it to the
+    rank's part of the product, so that one sum over the ranks is for both."""
 
     inner: Term
-    group: Group
 
     @property
     def nbytes(self) -> int:
@@ -230,10 +229,7 @@ class _SummedTerm:
         return self.inner.width
 
     def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        own = torch.zeros_like(out)
-        self.inner.add(own, x)
-        self.group.sum(own)
-        out += own
+        """Does nothing: it is in the product already."""
 
 
 class ParallelOps:
@@ -246,6 +242,11 @@ class ParallelOps:
         self._group = group
         self._shard = group.shard
         self._model = model
+        self._terms: Sequence[TermRows] = ()  # that rows of the step have
+
+    def begin(self, batch: Any) -> None:
+        self._terms = batch.terms
+        self._inner.begin(batch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -283,7 +284,7 @@ class ParallelOps:
         if is_sum:
             down = down[:, self._shard.part(down.shape[1])].contiguous()
         own = self._inner.term(matrix, down, up, memory, is_gated=is_gated)
-        return _SummedTerm(own, self._group) if is_sum else own
+        return _PartTerm(own) if is_sum else own
 
     def _rows(self, whole: torch.Tensor, role: str) -> torch.Tensor:
         """Takes the rank's rows from each of the projections that are stacked in `whole`."""
@@ -330,7 +331,7 @@ class ParallelOps:
     def linear(self, x: torch.Tensor, matrix: _Matrix) -> torch.Tensor:
         out = self._inner.linear(x, matrix.inner)
         if matrix.is_sum:
-            self._group.sum(out)
+            self._sum(out, x, matrix)
         elif matrix.is_gathered and len(out):
             out = self._group.gather(out)[:, : self._model.vocab_size].contiguous()
         return out
@@ -344,8 +345,17 @@ class ParallelOps:
             return
         own = torch.zeros_like(hidden)
         self._inner.add_linear(own, x, matrix.inner)
-        self._group.sum(own)
+        self._sum(own, x, matrix)
         hidden += own
+
+    def _sum(self, own: torch.Tensor, x: torch.Tensor, matrix: _Matrix) -> None:
+        """Adds up what the ranks have of the product of x with `matrix`, and of its terms."""
+        for rows in self._terms:
+            term = rows.terms.by_matrix.get(id(matrix))
+            if term is not None:
+                part: Any = term
+                part.inner.add(own[rows.rows], x[rows.rows])
+        self._group.sum(own)
 
     def norm_all_heads(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Squares are added up over the ranks. Where several have the same head, each adds its

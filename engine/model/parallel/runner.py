@@ -57,11 +57,10 @@ from kvrelay.engine.model.parallel.ops import (
 )
 from kvrelay.engine.model.parallel.shard import Shard, check_divides
 from kvrelay.engine.model.parallel.tables import SentTables
-from kvrelay.engine.model.parallel.updates import RankChanged, open_rank
-from kvrelay.engine.model.runner import GREEDY
+from kvrelay.engine.model.parallel.updates import RankChanged
+from kvrelay.engine.model.runner import GREEDY, ModelRunner
 from kvrelay.engine.model.sampling.sampler import undrafted
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
-from kvrelay.engine.weights import WeightVersion
 from kvrelay.engine.wire.channel import own_version
 
 START_TIMEOUT_S = LOAD_TIMEOUT_S  # for a follower to import, and then to load its weights
@@ -234,12 +233,12 @@ class ParallelRunner:
         host: str = "",
         further: Sequence[RankHost] = (),
         find_model: FindModel | None = None,
-        weights: WeightVersion | None = None,
+        read: Callable[[Any], Any] | None = None,
     ) -> None:
         """As ModelRunner, but that `engine.threads` are for all ranks of a machine together.
         companion: of each follower, not of rank 0. With `further`: `host` is where this machine is
-        reached by those, and `find_model` finds the checkpoint there. weights: in
-        place of those in `model_dir`. Raises ModelError."""
+        reached by those, and `find_model` finds the checkpoint there. read: it
+        can be pickled. Raises ModelError."""
         size = engine.tensor_parallel_size
         check_divides(read_config(model_dir), size)
         kind = find_device(model.device).type
@@ -268,7 +267,7 @@ class ParallelRunner:
                 model,
                 engine,
                 companion,
-                weights,
+                read,
             )
             for rank, (place, number) in enumerate(places)
         ]
@@ -277,7 +276,8 @@ class ParallelRunner:
             self._start_followers(setups[1:], [place for place, _ in places[1:]])
             member = own.join()
             self._group = member.group
-            self._runner = open_rank(own, model_dir, member, progress)
+            given = model_dir, model, engine
+            self._runner = ModelRunner(*given, member=member, progress=progress, read=read)
             self._tables = SentTables(self._runner.kv_spec.block_size)
             for follower in self._followers:
                 follower.wait_ready()

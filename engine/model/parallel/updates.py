@@ -12,34 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvrelay.engine.model.errors import ModelError
-from kvrelay.engine.model.parallel.ops import (
-    COLLECTIVE_TIMEOUT_S,
-    LOAD_TIMEOUT_S,
-    Member,
-    RankSetup,
-)
-from kvrelay.engine.model.runner import ModelRunner
-from kvrelay.engine.model.versions import Versions, read_weights
+from kvrelay.engine.model.parallel.ops import COLLECTIVE_TIMEOUT_S, LOAD_TIMEOUT_S
+from kvrelay.engine.model.versions import Versions
 from kvrelay.engine.priority import lower_priority
 from kvrelay.engine.weights import LoadWeights, UseWeights
-
-if TYPE_CHECKING:
-    from kvrelay.engine.model.parallel.runner import ParallelRunner
-
-
-def open_rank(
-    setup: RankSetup, path: Path, member: Member, progress: Callable[[str], None] = lambda _: None
-) -> ModelRunner:
-    """Loads its part of the model at `path`. Raises ModelError."""
-    read = partial(read_weights, setup.weights) if setup.weights else None
-    given = path, setup.model, setup.engine
-    return ModelRunner(*given, member=member, progress=progress, read=read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +58,9 @@ class LeaderVersions(Versions):
     """As Versions, for all ranks of a worker. Invariant: between two calls all have the same
     weights, or the worker is lost."""
 
-    def __init__(self, runner: ParallelRunner) -> None:
-        ranks: Any = runner  # it has all that is asked of a ModelRunner
-        super().__init__(ranks)
+    def __init__(self, runner: Any) -> None:
+        """Takes a ParallelRunner, and changes all of its ranks."""
+        super().__init__(runner)
         self._ranks, self._numbers = runner, count(1)
 
     def load(self, request: LoadWeights) -> None:
@@ -123,7 +103,7 @@ class LeaderVersions(Versions):
 class RankUpdates:
     """Those of a follower. It loads on a thread of its own; the others are called between steps."""
 
-    def __init__(self, runner: ModelRunner, tell: Callable[[Any], None]) -> None:
+    def __init__(self, runner: Any, tell: Callable[[Any], None]) -> None:
         self._versions, self._tell = Versions(runner), tell
         self._undo: Callable[[], None] | None = None  # while it is not settled
         self._loads = ThreadPoolExecutor(1, "weights", initializer=lower_priority)

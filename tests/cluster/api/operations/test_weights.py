@@ -13,8 +13,17 @@ from kvrelay.cluster.api.text.tokenizer import Tokenizer
 from kvrelay.cluster.api.utility.weights import usage_of_weights
 from kvrelay.cluster.orders import OrderRefused, PauseModel, UpdateModel
 from kvrelay.cluster.status import ClusterStatus
-from kvrelay.engine.weights import PauseMode, UpdateMode, WeightVersion
+from kvrelay.engine.weights import (
+    PauseMode,
+    SharedTensor,
+    SharedWeights,
+    UpdateMode,
+    WeightVersion,
+)
 from tests.cluster.api.conftest import STATUS, Served, cluster_status, serve
+
+ROW = {"name": "norm", "dtype": "float32", "shape": [8], "offset": 64, "digest": "00" * 32}
+MEMORY = {"region": "step-1", "tensors": [ROW]}
 
 
 class Orders:
@@ -28,6 +37,8 @@ class Orders:
             return {}
         if order.version.path == "/none":
             raise OrderRefused("/none is no folder")
+        if order.version.memory is not None and order.version.memory.region == "none":
+            raise OrderRefused("none has no tensors")
         self.given.append((order.version, order.mode, order.back))
         return {"name": "v2", "digest": "ab12"}
 
@@ -51,9 +62,12 @@ def test_an_update_is_begun_and_its_version_named(both: tuple[Served, Orders]) -
     assert answer.status_code == 202
     assert (answer.json()["name"], answer.json()["digest"]) == ("v2", "ab12")
     assert served.post({"back": True}, "/v1/weights").status_code == 202
+    assert served.post({"memory": MEMORY}, "/v1/weights").status_code == 202
+    shared = SharedWeights("step-1", (SharedTensor("norm", "float32", (8,), 64, bytes(32)),))
     assert orders.given == [
         (WeightVersion("v2", path="/v2"), UpdateMode.DRAIN, False),
         (WeightVersion(), UpdateMode.RECOMPUTE, True),
+        (WeightVersion(memory=shared), UpdateMode.RECOMPUTE, False),
     ]
     (row,) = served.http.get("/v1/weights").json()["data"]
     assert (row["current"], row["state"]) == ("v2", "done")
@@ -62,7 +76,11 @@ def test_an_update_is_begun_and_its_version_named(both: tuple[Served, Orders]) -
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ({}, 400, "expected 'path', a folder of weights, or 'back': true"),
+        ({}, 400, "expected 'path', a folder of weights, or 'memory', a region that has them, or"),
+        ({"path": "/v2", "memory": MEMORY}, 400, "expected 'path'"),
+        ({"memory": {**MEMORY, "region": "none"}}, 400, "'memory': none has no tensors"),
+        ({"memory": {**MEMORY, "tensors": [ROW | {"digest": "ab"}]}}, 400, "tensors[0].digest"),
+        ({"memory": {**MEMORY, "tensors": [ROW | {"offset": -1}]}}, 400, "tensors[0].offset"),
         ({"path": "/v2", "back": True}, 400, "expected 'path'"),
         ({"path": "/none"}, 400, "'path': /none is no folder"),
         ({"path": "/v2", "mode": "now"}, 400, "expected one of ['drain', 'recompute', 'keep']"),
@@ -78,7 +96,8 @@ def test_what_is_wrong_is_said(
     assert answer.status_code == status
     error = answer.json()["error"]
     assert says in error["message"]
-    assert error["param"] == "path" or not says.startswith("'path'")
+    if "is no folder" in says or "no tensors" in says:
+        assert error["param"] == says.split("'")[1]
 
 
 def test_a_pause_is_as_in_vllm(both: tuple[Served, Orders]) -> None:
