@@ -1,11 +1,11 @@
 """Fields of requests that are refused by name, and fields that are harmless, by endpoint; those
 of objects within them too.
 
-A field that OpenAI, Anthropic, vLLM or SGLang know for an endpoint is obeyed, which means that the
-model of the body has it and something reads it; or refused, where it would change the answer and
-cannot be obeyed; or harmless: left alone, with a reason, because the answer is right without it. A
-test holds this for all their fields, and docs/api.md has the table. A field that none of them knows
-is ignored: clients and proxies add their own.
+A field that OpenAI, Anthropic, vLLM, SGLang or llama.cpp know for an endpoint is obeyed, which
+means that the model of the body has it and something reads it; or refused, where it would change
+the answer and cannot be obeyed; or harmless: left alone, with a reason, because the answer is right
+without it. A test holds this for all their fields, and docs/api.md has the table. A field that none
+of them knows is ignored: clients and proxies add their own.
 """
 
 from __future__ import annotations
@@ -48,9 +48,36 @@ _NO_TEMPLATE = "the server's own chat template is used"
 _PADDING = Refused("texts are not padded", but=("do_not_pad",))
 _OF_LABELS = "scores are cosines; completions have logprob_token_ids"
 
+# llama.cpp's, whose clients send all of them: what says nothing is let through.
+_LLAMA_CPP = {
+    "dry_multiplier": Refused("use 'repetition_penalty' or 'frequency_penalty'", but=(0,)),
+    "dynatemp_range": Refused("a request has one temperature", but=(0,)),
+    "mirostat": Refused("use 'top_p' or 'min_p'", but=(0,)),
+    "n_predict": Refused("use 'max_tokens'", but=(-1,)),
+    "n_probs": Refused("use 'logprobs'", but=(0,)),
+    "repeat_penalty": Refused("use 'repetition_penalty', which is about all tokens", but=(1,)),
+    "samplers": Refused("the order in which tokens are drawn is fixed"),
+    "top_n_sigma": Refused("use 'top_p' or 'min_p'", but=(-1,)),
+    "typical_p": Refused("use 'top_p' or 'min_p'", but=(1,)),
+    "xtc_probability": Refused("the most likely tokens are not left out", but=(0,)),
+}
+_OF_REFUSED = {
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        "it counts with dry_multiplier only, which is refused",
+    ),
+    **dict.fromkeys(
+        ("mirostat_eta", "mirostat_tau"), "it counts with mirostat only, which is refused"
+    ),
+    "dynatemp_exponent": "it counts with dynatemp_range only, which is refused",
+    "repeat_last_n": "it counts with repeat_penalty only, which is refused",
+    "xtc_threshold": "it counts with xtc_probability only, which is refused",
+}
+
 _NAMES = {"user": _LABEL, "request_id": _OWN_IDS, "rid": _OWN_IDS}
 _GENERATES = {
     **_NAMES,
+    **_OF_REFUSED,
     "metadata": _LABEL,
     "safety_identifier": _LABEL,
     "custom_labels": "labels of SGLang's metrics",
@@ -69,6 +96,7 @@ _GENERATES = {
     "prompt_cache_options": "prefixes are cached without it",
 }
 _CANNOT = {
+    **_LLAMA_CPP,
     "bootstrap_host": Refused(_NOT_MOVED),
     "bootstrap_port": Refused(_NOT_MOVED),
     "bootstrap_room": Refused(_NOT_MOVED),

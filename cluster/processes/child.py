@@ -1,8 +1,9 @@
 """A process that `kvrelay serve` supervises.
 
 `python -m kvrelay.cluster.processes.child KIND NAME FD`: KIND is `router` or `controller`; NAME
-says in `ps` which it is. FD is a channel (`engine.wire.channel`): first comes a RouterOrder or a
-ControlSpec. A process whose channel is at its end has lost its supervisor, and ends."""
+says in `ps` which it is. FD is a channel (`engine.wire.channel`): first comes a ControlSpec, or a
+RouterOrder (after a LoadRouter, where it succeeds another). A process whose channel is at its end
+has lost its supervisor, and ends."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from kvrelay.cluster.processes.orders import (
     Leads,
     Reload,
     RestartWorkers,
+    RouterLoaded,
     Serves,
     Stop,
     WorkersRestarted,
@@ -69,10 +71,19 @@ class Parent:
 
 
 async def run_router(parent: Parent) -> int:
-    from kvrelay.cluster.processes.router_process import RouterProcess
-    from kvrelay.cluster.processes.router_spec import RouterOrder, RouterProcessError, UseModels
+    from kvrelay.cluster.processes.router_process import RouterProcess, load_tokenizers
+    from kvrelay.cluster.processes.router_spec import LoadRouter, RouterProcessError, UseModels
 
-    order: RouterOrder = await parent.first()
+    order, tokenizers = await parent.first(), None
+    if isinstance(order, LoadRouter):
+        set_up(order.config.log, order.router)
+        try:
+            tokenizers = await load_tokenizers(order.models, order.config.by_model())
+        except Exception as error:  # of whatever reads them
+            parent.send(GaveUp(f"{order.router}: {type(error).__name__}: {first_line(error)}"))
+            return 1
+        parent.send(RouterLoaded(order.router))
+        order = await parent.first()
     spec = order.spec
     set_up(spec.config.log, spec.router)
     sock = socket.socket(fileno=order.sock)
@@ -89,7 +100,7 @@ async def run_router(parent: Parent) -> int:
             process.use_models(message, parent.send)
 
     try:
-        process = RouterProcess(spec, order.listening, parent.send)
+        process = RouterProcess(spec, order.listening, parent.send, tokenizers)
         gone = asyncio.create_task(parent.follow(on_message))
         parent.send(await process.start(sock, order.host))
     except (RouterProcessError, OSError) as error:

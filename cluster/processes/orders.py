@@ -90,6 +90,13 @@ class Serves:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterLoaded:
+    """From the process that is to succeed a router: it can serve at once."""
+
+    router: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class ModelsUsed:
     """From a router: it has done `UseModels` of that number."""
 
@@ -136,4 +143,4 @@ channel.register(RouterLost, RouterStarted)
 channel.register(RestartStatus)  # to the controller, which shows it
 channel.register(ControlSpec, StartupProgress, AllUp, Serves, GaveUp)
 channel.register(Stop, Reload, RestartWorkers, WorkersRestarted)
-channel.register(Leads, ControllerListens, Follow, ModelsUsed)
+channel.register(Leads, ControllerListens, Follow, ModelsUsed, RouterLoaded)

@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from kvrelay.cluster.processes.router_api import (
 )
 from kvrelay.cluster.processes.router_spec import (
     RouterProcessSpec,
+    ServedModel,
     UseModels,
 )
 from kvrelay.cluster.scaling.observations import router_seen, worker_seen
@@ -102,8 +103,10 @@ class RouterProcess:
         spec: RouterProcessSpec,
         listening: Listening,
         to_server: Callable[[orders.OfServer], None] = lambda _: None,
+        tokenizers: Mapping[str, Any] | None = None,
     ) -> None:
-        """`to_server`: begins what an operator orders of the whole server."""
+        """`to_server`: begins what an operator orders of the whole server; `tokenizers`: by model,
+        where they are loaded."""
         self.config = spec.config
         self.served_models = dict(spec.models)
         self._spec = spec
@@ -129,6 +132,7 @@ class RouterProcess:
         self.draining = False
         self.hangup = asyncio.Event()  # read tenants again
         self._to_server = to_server
+        self._tokenizers = tokenizers
         self._started: RouterStarted | None = None  # what the controller has to hear from here
         self._view: ClusterView | None = None
         self._viewed_at = self._loop.time()  # it came; or the wait for it began
@@ -330,13 +334,9 @@ class RouterProcess:
         """The API. Its libraries take a while; the router gets to know its workers meanwhile, and
         clients wait in the socket's queue."""
         try:
-            tokenizers = {
-                name: await asyncio.to_thread(_load_tokenizer, model.path, self.configs[name])
-                for name, model in self.served_models.items()
-            }
             await serve_api(
                 self,
-                tokenizers,
+                self._tokenizers or await load_tokenizers(self.served_models, self.configs),
                 self._spec.access,
                 sock,
                 self._stop,
@@ -563,8 +563,19 @@ def _router_config(config: Config) -> RouterConfig:
     return router_config(config.router, scaling) if scaling.enabled else config.router
 
 
+async def load_tokenizers(
+    models: Mapping[str, ServedModel], configs: Mapping[str, Config]
+) -> dict[str, Any]:
+    """By model; the API's libraries first."""
+    return {
+        name: await asyncio.to_thread(_load_tokenizer, model.path, configs[name])
+        for name, model in models.items()
+    }
+
+
 def _load_tokenizer(path: Path, config: Config) -> Any:
-    import kvrelay.cluster.api.app  # noqa: F401  (slow)
+    import kvrelay.cluster.api.app
+    import kvrelay.cluster.api.server  # noqa: F401  (both are slow)
     from kvrelay.cluster.api.text.tokenizer import Tokenizer
 
     return Tokenizer(

@@ -67,6 +67,16 @@ class RouterOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadRouter:
+    """To a process that is to succeed a router: load what takes long, while that one serves.
+    Answered by `RouterLoaded`. Its `RouterOrder` comes when that one has ended."""
+
+    router: NodeId
+    config: Config
+    models: dict[str, ServedModel]
+
+
+@dataclass(frozen=True, slots=True)
 class UseModels:
     """To a router: serve these models, and offer clients those whose names are in `offered`.
     Answered by `ModelsUsed` when no request for another one is left, or after `drain_s`."""
@@ -78,7 +88,7 @@ class UseModels:
     drain_s: float
 
 
-channel.register(RouterOrder, UseModels)
+channel.register(RouterOrder, LoadRouter, UseModels)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -40,6 +40,7 @@ from kvrelay.cluster.processes.reload import Source
 from kvrelay.cluster.processes.restarts import Ends, Restarts
 from kvrelay.cluster.processes.router_spec import (
     SHUTDOWN_S,
+    LoadRouter,
     RouterOrder,
     RouterProcessSpec,
     ServedModel,
@@ -67,7 +68,8 @@ RESTART = Backoff(0.1, 10.0)  # before a process that ended is started again
 class Supervisor:
     """Owns the processes beside it. On one loop.
 
-    Invariant: at most one controller, and one process for each router, is running."""
+    Invariant: at most one controller runs, and one process for each router; beside it, while it is
+    restarted, one that has loaded what the next needs."""
 
     def __init__(
         self,
@@ -111,6 +113,8 @@ class Supervisor:
         self._serving: set[NodeId] = set()
         self._controller: Child | None = None
         self._routers: dict[NodeId, Child] = {}
+        self._successors: dict[NodeId, Child] = {}
+        self._loaded: dict[NodeId, asyncio.Future[str]] = {}  # "", or why a successor has not
         kept = read_record(life.kept_file, Checkpoint) or Checkpoint()
         self._epochs = dict(kept.routers)  # the last of each
         self._starting: set[NodeId] = set()
@@ -197,8 +201,8 @@ class Supervisor:
         if self._controller is not None and self._controller.is_alive:
             self._controller.send(orders.Stop(keep_workers=keep_workers))
             await end(self._controller, 2 * END_S)
-        if self._spare is not None:
-            self._spare.kill()
+        for each in (*self._successors.values(), *([self._spare] if self._spare else [])):
+            each.kill()
         if self._servers is not None:  # workers go on for the others
             await self._servers.close()
         elif not keep_workers:
@@ -285,7 +289,8 @@ class Supervisor:
 
     async def _resume_routers(self, routers: Iterable[RunningRouter]) -> None:
         for each in routers:
-            child, its = self._router(each.router, each.epoch), inherited(str(each.channel))
+            self._epochs[each.router] = each.epoch
+            child, its = self._router(each.router), inherited(str(each.channel))
             try:
                 await child.resume(each.pid, its, each.unread)
             except OSError as error:  # it has ended meanwhile, and is started again
@@ -298,10 +303,20 @@ class Supervisor:
             if each.serves:
                 self._serving.add(each.router)
 
-    def _router(self, name: NodeId, epoch: int) -> Child:
-        self._epochs[name] = epoch
-        on_end = partial(self._on_router_end, name, epoch)
-        return Child(name, self._on_router_message, on_end)
+    def _router(self, name: NodeId) -> Child:
+        """Without a process yet. Its end counts if it is the router, or to be it, then."""
+
+        def on_end(code: int) -> None:
+            if self._routers.get(name) is child:
+                self._on_router_end(name, self._epochs[name], code)
+            elif self._successors.get(name) is child:
+                self._has_loaded(name, f"it has ended ({shown(code)})")
+
+        return (child := Child(name, self._on_router_message, on_end))
+
+    def _has_loaded(self, name: NodeId, why_not: str = "") -> None:
+        if (loaded := self._loaded.get(name)) is not None and not loaded.done():
+            loaded.set_result(why_not)
 
     async def _restart_all(self) -> None:
         """Workers first: where they do not come up, routers and their clients are as they were.
@@ -351,13 +366,37 @@ class Supervisor:
             self._spawn(self._restart.finish(self._restart_workers(only_outdated=True)))
 
     async def _restart_router(self, name: NodeId) -> None:
+        """Who connects waits for the streams of the old process, and hardly for the new one.
+        Raises HandoverError: what runs goes on. Raises TimeoutError."""
         old, drain_s = self._routers[name], self._config.cluster.drain_s
-        self._serving.discard(name)
-        old.send(orders.Stop(drain_s, refuse=False))
-        await end(old, drain_s + SHUTDOWN_S + END_S)
+        try:
+            await self._load_successor(name)
+            if self._routers[name] is old:
+                self._serving.discard(name)
+            old.send(orders.Stop(drain_s, refuse=False))
+            await end(old, drain_s + SHUTDOWN_S + END_S)
+            async with asyncio.timeout(self._config.cluster.start_timeout_s):
+                while name not in self._serving:
+                    await asyncio.sleep(0.05)
+        finally:
+            del self._loaded[name]
+            if (left := self._successors.pop(name, None)) is not None:
+                left.kill()
+
+    async def _load_successor(self, name: NodeId) -> None:
+        """Raises HandoverError, TimeoutError."""
+        assert self._models is not None
+        loaded = self._loaded[name] = self._loop.create_future()
+        child = self._successors[name] = self._router(name)
+        load = LoadRouter(name, self._config, ServedModel.by_name(self._models))
+        try:
+            await child.start("router", load, (self._sockets[name].fileno(),))
+        except Exception as error:  # no file, process, thread, memory: each by its own kind
+            self._has_loaded(name, str(error))
         async with asyncio.timeout(self._config.cluster.start_timeout_s):
-            while name not in self._serving:
-                await asyncio.sleep(0.05)
+            why_not = await loaded
+        if why_not:
+            raise HandoverError(f"{name} does not come up again: {why_not}; what runs goes on")
 
     def _spawn(self, coroutine: Any) -> None:
         task = self._loop.create_task(coroutine)
@@ -511,11 +550,19 @@ class Supervisor:
             source=None if self._source is None else (self._source.path, self._source.overrides),
             kept=None if self._source is None else self._source.kept,
         )
+        self._epochs[name] = epoch
         fd = self._sockets[name].fileno()
-        child = self._routers[name] = self._router(name, epoch)
+        order = RouterOrder(spec, self._listening, self._host, fd)
+        child = self._successors.pop(name, None)
+        if child is None or not child.is_alive:
+            child = self._router(name)
+        self._routers[name], child.started_at = child, self._loop.time()
         self._starting.add(name)
         try:
-            await child.start("router", RouterOrder(spec, self._listening, self._host, fd), (fd,))
+            if child.is_alive:  # it has loaded
+                child.send(order)
+            else:
+                await child.start("router", order, (fd,))
         except Exception as error:  # no file, process, thread, memory: each by its own kind
             self._start_router_again(name, str(error), self._router_ends[name].failed())
         finally:
@@ -534,6 +581,8 @@ class Supervisor:
                     self._fail(ServeError(reason))
             case RouterLost():
                 self._to_controller(message)
+            case orders.RouterLoaded(router):
+                self._has_loaded(router)
             case orders.Serves(router):
                 self._serving.add(router)
                 self._look_ready()
@@ -575,7 +624,8 @@ class Supervisor:
                 self._life.is_good(self._installed)
 
     def _children(self) -> list[Child]:
-        return [*self._routers.values(), *filter(None, [self._controller])]
+        both = *self._routers.values(), *self._successors.values()
+        return [*both, *filter(None, [self._controller])]
 
     def _fail(self, error: ServeError) -> None:
         if not self.failed.done():

@@ -16,7 +16,12 @@ from kvrelay.cluster.control.messages import RouterStarted
 from kvrelay.cluster.prepare import prepare_models
 from kvrelay.cluster.processes.certificates import identity_of, with_certificates
 from kvrelay.cluster.processes.orders import ControlSpec
-from kvrelay.cluster.processes.router_spec import RouterOrder, RouterProcessSpec, ServedModel
+from kvrelay.cluster.processes.router_spec import (
+    LoadRouter,
+    RouterOrder,
+    RouterProcessSpec,
+    ServedModel,
+)
 from kvrelay.cluster.processes.supervisor import Child
 from kvrelay.engine.model.parallel.link import RankHost
 from kvrelay.engine.stats import Role
@@ -89,6 +94,7 @@ def test_what_starts_a_router_crosses(listening: Listening) -> None:
         {"": ServedModel(Path("/models/x"), "x", 4096)},
         Access(tenants, ("You are",)),
     )
+    check_crosses(LoadRouter("router-0", CONFIG, spec.models))
     check_crosses(RouterOrder(spec, listening, "127.0.0.1", 9))
     (order,) = [unpack(pack(RouterOrder(spec, listening, "", 9)))]
     assert order.spec.access.tenants.find("k") == tenants.find("k")

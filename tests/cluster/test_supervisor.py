@@ -39,7 +39,14 @@ from kvrelay.cluster.processes.life import (
     read_record,
     workers_of,
 )
-from kvrelay.cluster.processes.orders import AllUp, RestartWorkers, Stop, WorkersRestarted
+from kvrelay.cluster.processes.orders import (
+    AllUp,
+    RestartWorkers,
+    RouterLoaded,
+    Serves,
+    Stop,
+    WorkersRestarted,
+)
 from kvrelay.cluster.processes.scaling_log import MAX_LINES, ScalingLog
 from kvrelay.cluster.processes.supervisor import Supervisor
 from kvrelay.engine.backoff import Backoff
@@ -189,6 +196,54 @@ async def test_a_router_is_started_again_until_it_runs_and_whenever_it_ends(
     found._routers["router-0"].kill()
     await asyncio.sleep(0.05)
     assert not found._routers["router-0"].is_alive, "the server ends"
+
+
+async def restarted(found: Supervisor) -> tuple[Any, Any, asyncio.Task[None]]:
+    """The router that serves, the process that loads, and what waits for both."""
+    found.use_models(MODELS)
+    await until(lambda: found._routers and found._routers["router-0"].is_alive)
+    found._on_router_message(Serves("router-0"))
+    doing = asyncio.create_task(found._restart_router("router-0"))
+    await until(lambda: found._successors or doing.done())
+    return found._routers["router-0"], found._successors.get("router-0"), doing
+
+
+async def test_the_next_router_has_loaded_when_the_one_that_serves_is_stopped(
+    supervised: Any,
+) -> None:
+    """Who connected waited for the imports of the next one."""
+    found, stop = supervised(), Stop(Config().cluster.drain_s, refuse=False)
+    old, successor, doing = await restarted(found)
+    await until(lambda: successor.is_alive)
+    assert old.is_alive
+    assert "router-0" in found._serving
+    assert stop not in Child.said
+    found._on_router_message(RouterLoaded("router-0"))
+    await until(lambda: not old.is_alive)
+    assert stop in Child.said
+    found._on_router_end("router-0", 1, 0)
+    await until(lambda: found._routers["router-0"] is successor)
+    order = Child.said[-1]
+    assert (order.spec.router, order.spec.epoch) == ("router-0", 2)
+    found._on_router_message(Serves("router-0"))
+    await asyncio.wait_for(doing, 5)
+    assert successor.is_alive
+    assert not found._successors
+
+
+async def test_a_router_that_cannot_load_leaves_the_one_that_serves(supervised: Any) -> None:
+    found = supervised()
+    old, successor, doing = await restarted(found)
+    found._has_loaded("router-0", "it has ended (exit code 1)")
+    with pytest.raises(HandoverError, match=r"router-0 .* code 1\); what runs goes on"):
+        await asyncio.wait_for(doing, 5)
+    assert not successor.is_alive
+    Child.failures = 1
+    with pytest.raises(HandoverError, match="what runs goes on"):
+        await asyncio.wait_for(found._restart_router("router-0"), 5)
+    assert old.is_alive
+    assert found._routers["router-0"] is old
+    assert "router-0" in found._serving
 
 
 def trial_says(monkeypatch: pytest.MonkeyPatch, outcome: str | HandoverError) -> None:

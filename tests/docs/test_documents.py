@@ -86,6 +86,22 @@ def test_the_index_by_reader_has_every_page() -> None:
     assert {path.name for path in index.parent.glob("*.md")} - {"README.md"} <= linked
 
 
+def pages_linked_from(pages: set[Path]) -> set[Path]:
+    """A link to a folder shows its pages, as the host of a repository does."""
+    found: set[Path] = set()
+    for page in pages:
+        for target in LINK.findall(page.read_text("utf-8")):
+            path = (page.parent / target.partition("#")[0]).resolve()
+            found |= {*path.glob("*.md")} if path.is_dir() else {path} & {*DOCUMENTS}
+    return found
+
+
+def test_every_page_is_two_steps_from_the_readme() -> None:
+    first = pages_linked_from({ROOT / "README.md"})
+    assert {*(ROOT / "docs").rglob("*.md")} <= first | pages_linked_from(first)
+    assert ROOT / "docs/security.md" in first
+
+
 def test_the_page_of_commands_has_every_command() -> None:
     page = (ROOT / "docs/command-line.md").read_text(encoding="utf-8")
     rows = "\n".join(line for line in page.splitlines() if line.startswith("| `kvrelay "))

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from datetime import datetime
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +206,41 @@ def test_from_the_first_version_that_can_to_this_one_and_back(
         assert status(served.url)["restart"]["number"] == 2
         assert served.process.pid == pid
         assert served.process.poll() is None
+
+
+@pytest.mark.timeout(600)
+def test_who_connects_hardly_waits_for_the_next_router(tmp_path: Path) -> None:
+    """It loads while the one before it serves: clients waited for that, many seconds."""
+    waits: list[float] = []
+    stop, answers = threading.Event(), set[int]()
+
+    def knock() -> None:
+        while not stop.wait(0.05):
+            began = time.monotonic()
+            with closing(HTTPConnection(served.url.partition("//")[2], timeout=300)) as client:
+                client.request("GET", "/health/live")
+                answers.add(client.getresponse().status)
+            waits.append(time.monotonic() - began)
+
+    with Served(settings_of(tmp_path)) as served:
+        thread = threading.Thread(target=knock)
+        thread.start()
+        try:
+            restart(served.url)
+        finally:
+            stop.set()
+            thread.join()
+        log = "".join(served.lines)
+    print(log)
+    began, gone = (
+        datetime.fromisoformat(found[1])
+        for what in ("restarting router-0", "router-0 is gone")
+        if (found := re.search(rf"^(\S+) .*kvrelay.serve {what}", log, re.MULTILINE))
+    )
+    loading_s = (gone - began).total_seconds()
+    print(f"loads for {loading_s:.1f} s; the longest wait of {len(waits)}: {max(waits):.2f} s")
+    assert answers == {200}
+    assert max(waits) < loading_s / 2
 
 
 @pytest.mark.timeout(480)

@@ -168,7 +168,7 @@ async def chat_prompt(
         [tool.for_template() for tool in request.tools or ()],
         template_kwargs(request),
         request.continue_final_message,
-        request.add_generation_prompt,
+        request.add_generation_prompt is not False,
     )
     try:
         prompt = await ctx.in_thread(

@@ -42,12 +42,13 @@ from kvrelay.engine.kv.scope import KVKind
 from kvrelay.engine.request import NUMBERS, SamplingParams
 from kvrelay.router.config import MAX_PRIORITY
 
-# vLLM's and SGLang's fields that say what an output matches -> kind.
+# vLLM's, SGLang's and llama.cpp's fields that say what an output matches -> kind.
 _OWN_FIELDS = {
     **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
     "json_schema": "json",
     "regex": "regex",
     "ebnf": "grammar",
+    "grammar": "grammar",
 }
 
 
@@ -397,9 +398,10 @@ class GenerationRequest(ModelRequest, Sampled):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    json_schema: str | None = None  # this and the next are SGLang's
-    regex: str | None = None
+    json_schema: str | dict[str, Any] | None = None  # SGLang's is a text, llama.cpp's an object
+    regex: str | None = None  # this and the next are SGLang's
     ebnf: str | None = None
+    grammar: str | None = None  # llama.cpp's
 
     @model_validator(mode="after")
     def _is_supported(self) -> GenerationRequest:
@@ -446,7 +448,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     include_reasoning: Annotated[bool, or_default(True)] = True
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_options_of)] | None = None
-    add_generation_prompt: Annotated[bool, or_default(True)] = True
+    add_generation_prompt: bool | None = None  # None: unless the last message goes on
     add_special_tokens: Flag = False  # vLLM's: those of a text, before what the template makes
     # Tokens of reasoning; the second name is vLLM's, where -1 is no bound.
     thinking_budget: Annotated[int, Field(ge=0)] | None = None
@@ -475,6 +477,11 @@ class ChatRequest(GenerationRequest):
             )
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ValueError("'continue_final_message' needs a last message of the assistant")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "'add_generation_prompt': true begins an answer, where"
+                " 'continue_final_message' goes on with one: leave out either"
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("'top_logprobs' is only allowed where 'logprobs' is true")
         return self

@@ -1,5 +1,6 @@
 """Field names of requests, and what becomes of each, by endpoint. Those of the openai and anthropic
-packages are read from them; those of vLLM's, SGLang's and Dynamo's request models are kept here."""
+packages are read from them; those of the request models of vLLM, SGLang, Dynamo and llama.cpp are
+kept here."""
 
 from __future__ import annotations
 
@@ -67,17 +68,23 @@ _SGLANG_SAMPLING = """
     return_cached_tokens_details
 """
 _DYNAMO = "nvext"
+_LLAMA_CPP = """
+    grammar json_schema n_predict n_probs samplers repeat_penalty repeat_last_n mirostat
+    mirostat_tau mirostat_eta typical_p top_n_sigma dynatemp_range dynatemp_exponent dry_multiplier
+    dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_probability
+    xtc_threshold
+"""
 _VLLM_CHAT = f"""
     {_VLLM_SAMPLING} include_reasoning echo add_generation_prompt continue_final_message documents
     chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text
-    {_DYNAMO}
+    {_DYNAMO} {_LLAMA_CPP}
 """
 _SGLANG_CHAT = f"""
     {_SGLANG_SAMPLING} continue_final_message separate_reasoning stream_reasoning
     chat_template_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video task
     reasoning_effort
 """
-_COMPLETION = f"{_VLLM_SAMPLING} {_SGLANG_SAMPLING} {_DYNAMO} prompt_embeds json_schema"
+_COMPLETION = f"{_VLLM_SAMPLING} {_SGLANG_SAMPLING} {_DYNAMO} {_LLAMA_CPP} prompt_embeds"
 _EMBEDDING = f"""
     {_DYNAMO}
     truncate_prompt_tokens truncation_side request_id priority mm_processor_kwargs cache_salt

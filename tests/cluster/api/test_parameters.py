@@ -329,7 +329,9 @@ def test_a_chat_may_ask_for_special_tokens_where_there_are_none(served: Served) 
     [
         ({"regex": "(yes|no)"}, "yes", "maybe"),
         ({"ebnf": 'root ::= "a" "b"+'}, "abb", "a"),
+        ({"grammar": 'root ::= "a" "b"+'}, "abb", "a"),
         ({"json_schema": '{"type": "integer"}'}, "12", '"12"'),
+        ({"json_schema": {"type": "integer"}}, "12", '"12"'),
         (
             {
                 "response_format": {

@@ -187,3 +187,8 @@ def test_an_answer_may_go_on_where_the_last_message_ends(thinking: Served, serve
         assert not prompt(server).endswith("In Oslo it will ")
     wrong = served.post({"model": MODEL, "messages": ASK, "continue_final_message": True})
     assert wrong.json()["error"]["param"] == "continue_final_message"
+    both = {"model": MODEL, "messages": begun, "continue_final_message": True}
+    assert served.post({**both, "add_generation_prompt": None}).status_code == 200
+    assert served.post({**both, "add_generation_prompt": False}).status_code == 200
+    wrong = served.post({**both, "add_generation_prompt": True})
+    assert wrong.json()["error"]["param"] == "add_generation_prompt"
