@@ -27,12 +27,15 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.report import json_option, make_console, write_json
+from benchmarks.structured.kinds import SETTINGS, SORTS, by_kind
 from benchmarks.structured.ordered import in_schema_order
 from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
 from kvrelay.engine.model.sampling.grammar import compile_grammar
 from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 from kvrelay.lab.bench.load import percentile
+
+MOST_SCHEMA_CHARS = 600  # of a tool, as some are in a prompt
 
 
 @dataclass
@@ -192,6 +195,40 @@ def generate(corpus: Path, count: int, kill: bool, json_path: Path | None) -> No
         table.add_row(name.replace("_", " "), f"{number:,}")
     console.print(table)
     write_json(json_path, found)
+
+
+@main.command()
+@click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--count", type=click.IntRange(1), default=200, show_default=True)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True)
+@click.option("--what", "sorts", multiple=True, type=click.Choice(SORTS), default=SORTS)
+@json_option()
+def kinds(
+    corpus: Path, count: int, model: str, sorts: tuple[str, ...], json_path: Path | None
+) -> None:
+    """Objects and tool calls with exact and approximate KV, and by Quest."""
+    from benchmarks.serving.served import Served
+
+    console = make_console()
+    vocabulary = read_vocabulary(resolve_model(model, progress=lambda _: None), ())
+    lines = [line for line in read_schemas(corpus) if line["schema"].get("type") == "object"]
+    short = [line for line in lines if len(json.dumps(line["schema"])) < MOST_SCHEMA_CHARS]
+    known = [each["schema"] for each in short if not try_schema(vocabulary, **each).refused]
+    chosen = known[:: max(1, len(known) // count)][:count]
+    found: dict[str, dict[str, Any]] = {}
+
+    async def measure(url: str) -> None:
+        async for name, facts in by_kind(url, model, chosen, sorts):
+            found[name] = facts
+            console.print(f"{name}: {facts}")
+
+    with Served(SETTINGS | {"model.name": model}) as served:
+        asyncio.run(measure(served.url))
+    table = Table("what, KV", *(name.replace("_", " ") for name in next(iter(found.values()))))
+    for name, facts in found.items():
+        table.add_row(name, *map(str, facts.values()))
+    console.print(table)
+    write_json(json_path, {"model": model, "schemas": len(chosen), "found": found})
 
 
 @main.command()
