@@ -35,7 +35,8 @@ from kvrelay.engine.model.sampling.grammar import compile_grammar
 from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 from kvrelay.lab.bench.load import percentile
 
-MOST_SCHEMA_CHARS = 600  # of a tool, as some are in a prompt
+BLOCKS_HELP = "Of 16 tokens in device memory: less than all contexts take."
+MOST_SCHEMA_CHARS = 600  # a prompt has the schemas of several tools
 
 
 @dataclass
@@ -201,10 +202,16 @@ def generate(corpus: Path, count: int, kill: bool, json_path: Path | None) -> No
 @click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--count", type=click.IntRange(1), default=200, show_default=True)
 @click.option("--model", default=DEFAULT_MODEL, show_default=True)
+@click.option("--blocks", type=click.IntRange(64), default=336, show_default=True, help=BLOCKS_HELP)
 @click.option("--what", "sorts", multiple=True, type=click.Choice(SORTS), default=SORTS)
 @json_option()
 def kinds(
-    corpus: Path, count: int, model: str, sorts: tuple[str, ...], json_path: Path | None
+    corpus: Path,
+    count: int,
+    model: str,
+    blocks: int,
+    sorts: tuple[str, ...],
+    json_path: Path | None,
 ) -> None:
     """Objects and tool calls with exact and approximate KV, and by Quest."""
     from benchmarks.serving.served import Served
@@ -222,7 +229,8 @@ def kinds(
             found[name] = facts
             console.print(f"{name}: {facts}")
 
-    with Served(SETTINGS | {"model.name": model}) as served:
+    settings = SETTINGS | {"model.name": model, "engine.num_blocks": blocks}
+    with Served(settings) as served:
         asyncio.run(measure(served.url))
     table = Table("what, KV", *(name.replace("_", " ") for name in next(iter(found.values()))))
     for name, facts in found.items():

@@ -27,7 +27,6 @@ CONTEXT_CHARS = 6000  # about 1,500 tokens
 SETTINGS = {
     "model.dtype": "float32",  # so that an answer does not depend on what else is in a step
     "engine.quest_budget": 0.25,
-    "engine.num_blocks": 336,  # of 16 tokens: those that are answered, and little more
     "cluster.prefill": 0,
     "tiers.host_gib": 1.0,
     "tiers.packed_gib": 1.0,
@@ -36,7 +35,7 @@ SETTINGS = {
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one kind, for one sort of output."""
+    """What requests of one kind made of one sort of output."""
 
     texts: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
