@@ -27,7 +27,6 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.report import json_option, make_console, write_json
-from benchmarks.structured.kinds import SETTINGS, SORTS, by_kind
 from benchmarks.structured.ordered import in_schema_order
 from kvrelay.cluster.api.constraints.schema import SchemaError, in_one_line, rewrite, schema_grammar
 from kvrelay.engine.model.checkpoint.resolve import DEFAULT_MODEL, resolve_model
@@ -35,6 +34,7 @@ from kvrelay.engine.model.sampling.grammar import compile_grammar
 from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 from kvrelay.lab.bench.load import percentile
 
+SORTS = ("objects", "calls")
 BLOCKS_HELP = "Of 16 tokens in device memory: less than all contexts take."
 MOST_SCHEMA_CHARS = 600  # a prompt has the schemas of several tools
 
@@ -215,6 +215,7 @@ def kinds(
 ) -> None:
     """Objects and tool calls with exact and approximate KV, and by Quest."""
     from benchmarks.serving.served import Served
+    from benchmarks.structured.kinds import SETTINGS, by_kind
 
     console = make_console()
     vocabulary = read_vocabulary(resolve_model(model, progress=lambda _: None), ())

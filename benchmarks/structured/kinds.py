@@ -22,7 +22,6 @@ from benchmarks.engine.fp8 import prose
 from kvrelay.engine.kv.scope import KVKind
 
 MAX_TOKENS, AT_ONCE, IN_GROUP = 160, 3, 6
-SORTS = ("objects", "calls")
 CONTEXT_CHARS = 6000  # about 1,500 tokens
 SETTINGS = {
     "model.dtype": "float32",  # so that an answer does not depend on what else is in a step
