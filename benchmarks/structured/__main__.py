@@ -34,6 +34,10 @@ from kvrelay.engine.model.sampling.grammar import compile_grammar
 from kvrelay.engine.model.sampling.vocabulary import GrammarError, read_vocabulary
 from kvrelay.lab.bench.load import percentile
 
+SORTS = ("objects", "calls")
+BLOCKS_HELP = "Of 16 tokens in device memory: less than all contexts take."
+MOST_SCHEMA_CHARS = 600  # a prompt has the schemas of several tools
+
 
 @dataclass
 class Tried:
@@ -192,6 +196,48 @@ def generate(corpus: Path, count: int, kill: bool, json_path: Path | None) -> No
         table.add_row(name.replace("_", " "), f"{number:,}")
     console.print(table)
     write_json(json_path, found)
+
+
+@main.command()
+@click.argument("corpus", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--count", type=click.IntRange(1), default=200, show_default=True)
+@click.option("--model", default=DEFAULT_MODEL, show_default=True)
+@click.option("--blocks", type=click.IntRange(64), default=336, show_default=True, help=BLOCKS_HELP)
+@click.option("--what", "sorts", multiple=True, type=click.Choice(SORTS), default=SORTS)
+@json_option()
+def kinds(
+    corpus: Path,
+    count: int,
+    model: str,
+    blocks: int,
+    sorts: tuple[str, ...],
+    json_path: Path | None,
+) -> None:
+    """Objects and tool calls with exact and approximate KV, and by Quest."""
+    from benchmarks.serving.served import Served
+    from benchmarks.structured.kinds import SETTINGS, by_kind
+
+    console = make_console()
+    vocabulary = read_vocabulary(resolve_model(model, progress=lambda _: None), ())
+    lines = [line for line in read_schemas(corpus) if line["schema"].get("type") == "object"]
+    short = [line for line in lines if len(json.dumps(line["schema"])) < MOST_SCHEMA_CHARS]
+    known = [each["schema"] for each in short if not try_schema(vocabulary, **each).refused]
+    chosen = known[:: max(1, len(known) // count)][:count]
+    found: dict[str, dict[str, Any]] = {}
+
+    async def measure(url: str) -> None:
+        async for name, facts in by_kind(url, model, chosen, sorts):
+            found[name] = facts
+            console.print(f"{name}: {facts}")
+
+    settings = SETTINGS | {"model.name": model, "engine.num_blocks": blocks}
+    with Served(settings) as served:
+        asyncio.run(measure(served.url))
+    table = Table("what, KV", *(name.replace("_", " ") for name in next(iter(found.values()))))
+    for name, facts in found.items():
+        table.add_row(name, *map(str, facts.values()))
+    console.print(table)
+    write_json(json_path, {"model": model, "schemas": len(chosen), "found": found})
 
 
 @main.command()

@@ -406,11 +406,11 @@ def _quest_of(quest: Quest | None, pool: torch.Tensor) -> tuple[Any, torch.Tenso
         return None, None
     num_blocks, num_layers, planes, heads, _, dim = pool.shape
     assert planes == 2
-    bounds = torch.empty(num_blocks, num_layers, heads, 2, dim, dtype=pool.dtype)
+    bounds = torch.empty(num_layers, num_blocks, heads, 2, dim, dtype=pool.dtype)
     made = _Quest(
         pool=pool.data_ptr(),
         bounds=bounds.data_ptr(),
-        num_layers=num_layers,
+        num_blocks=num_blocks,
         least=quest.least_tokens,
         share=quest.share,
     )

@@ -12,14 +12,14 @@ typedef struct {
 } Selection;
 
 /* Quest: queries that read some pages of a sequence alone, a page being a block. The pages' bounds, the least
- * and the largest number of their keys in each dimension, are [num_blocks, layers of a block, num_kv_heads,
- * 2, head_dim], of the pool's type. */
+ * and the largest number of their keys in each dimension, are [layers of a block, num_blocks, num_kv_heads,
+ * 2, head_dim], of the pool's type: a layer's are near each other, as they are read together. */
 typedef struct {
     const int32_t *starts; /* [num_seqs]: the position from which on queries of a sequence do */
     int32_t *bounded;    /* [num_seqs]: its first pages, whose bounds are there in all layers */
     const void *pool;    /* first element of the first layer's keys in block 0 */
     void *bounds;
-    int64_t num_layers, num_seqs; /* num_layers: of a block */
+    int64_t num_blocks, num_seqs; /* num_blocks: of the pool */
     int64_t least; /* tokens that are read at least */
     float share;   /* of the context that is read */
 } Quest;

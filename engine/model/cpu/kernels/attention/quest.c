@@ -13,6 +13,7 @@
 #define AT_ONCE 16  /* queries whose scores are held at a time */
 #define BOUNDED 16  /* pages of one task that makes bounds */
 #define SCORED 128  /* pages of one task that scores */
+#define AHEAD 8     /* pages whose bounds are prefetched: their addresses follow no pattern */
 #define LAST 2      /* pages up to the query's own that are always read */
 
 typedef struct {
@@ -151,6 +152,8 @@ static void score_task(void *arg, int64_t task) {
     float *scores = p->scores + (index * p->heads + kv_head * p->together) * stride;
     for (end = end < last ? end : last; page < end; page++) {
         const void *bounds = bounds_of(p, table[page], kv_head);
+        const char *next = bounds_of(p, table[page + AHEAD < last ? page + AHEAD : page], kv_head);
+        for (int64_t at = 0; at < p->page * p->size; at += 64) __builtin_prefetch(next + at);
         int64_t h = 0;
         for (; h + 4 <= p->together; h += 4)
             score_page(p, 4, above + h * dim, below + h * dim, bounds, scores + h * stride + page, stride);
@@ -218,9 +221,9 @@ void kvr_attend_pages(const Attention *a) {
     const Quest *q = a->quest;
     int64_t tasks = 0, kv_heads = a->num_heads / (a->group * a->shares);
     Pages p = {.a = a, .q = q, .size = kv_size(a), .heads = a->num_heads, .kv_heads = kv_heads};
-    p.together = a->group * a->shares, p.page = 2 * a->head_dim, p.stride = q->num_layers * kv_heads * p.page;
+    p.together = a->group * a->shares, p.page = 2 * a->head_dim, p.stride = kv_heads * p.page;
     int64_t layer = ((const char *)a->pool - (const char *)q->pool) / (kv_heads * p.page * a->block_size * p.size);
-    p.bounds = (char *)q->bounds + layer * kv_heads * p.page * p.size;
+    p.bounds = (char *)q->bounds + layer * q->num_blocks * p.stride * p.size;
     for (int64_t s = 0; s < q->num_seqs; s++) tasks += bound_tasks(a, s);
     kvr_parallel(a->threads, tasks, bound_task, &p);
     while (next_queries(&p)) {
