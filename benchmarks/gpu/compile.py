@@ -72,9 +72,8 @@ FP8_FROM = 89  # capability, for KV in FP8
 MAX_SPILLED = 256  # bytes of a thread
 # With tiles of 16 rows it spills nothing, and reads and widens latents four times as often.
 KNOWN = {
-    (90, "latent decode fp8"): 1056,
-    (90, "latent sparse fp8"): 1120,
-    (100, "latent sparse fp8"): 272,
+    (90, "latent decode fp8"): 304,
+    (90, "latent sparse fp8"): 328,
 }
 TYPES = {
     torch.bfloat16: "*bf16",
