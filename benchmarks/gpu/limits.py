@@ -18,7 +18,7 @@ from kvrelay.engine.model.device_memory import most_splits, splits_of
 BYTES_PER_S, FLOPS_PER_S, CLOCK_HZ, NUM_SMS = 3.35e12, 989e12, 1.755e9, 132
 OF_BYTES, OF_FLOPS, OF_KV_BYTES = 0.82, 0.62, 0.85
 KERNEL_S, ALL_REDUCE_S = 2.2e-6, 12e-6
-KERNELS, KERNELS_OF_RANKS = 6, 8  # of a layer beside products: two more add up what ranks summed
+KERNELS, KERNELS_OF_RANKS = 6, 8  # a layer has beside products: two more add what ranks summed
 KERNELS_OF_EXPERTS = 7  # more: the router's product, its inputs, choice, order, and the sum
 TILE, HEAD_DIM, SOFTMAX_CYCLES = 128, 128, 1_100  # for a tile of 128 queries and keys
 
