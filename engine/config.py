@@ -224,6 +224,7 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
     object_after_s: float = 60.0  # as disk_after_s
     cores: str = ""  # as in WorkerInfo
     loads: bool = False  # what requests need, beside the model
+    graph_bytes: int = 0  # captured decode steps have taken them of its GPU
     no_images: str = "its executor reads no images"  # "": it does
     weights: WeightVersion = NO_VERSION  # that it begins with
     base_weights: bytes = b""  # digest of those that its fingerprint is about
@@ -279,4 +280,5 @@ class WorkerConfig(EngineSection, frozen=True, kw_only=True):
             group_windows=tuple(window.size for window in windows.groups) if windows.any else (),
             weights=self.weights.name,
             store_kind=self.store_kind,
+            graph_bytes=self.graph_bytes,
         )

@@ -58,6 +58,7 @@ class WorkerInfo:
     repeats_draws: bool = True
     weights: str = ""  # name of their version
     store_kind: bytes = b""  # equal where workers share an object store; b"": the fingerprint
+    graph_bytes: int = 0  # captured decode steps have taken them of a rank's GPU
 
     @property
     def kind(self) -> bytes:

@@ -121,6 +121,9 @@ class WorkerStatus(Struct, omit_defaults=True, kw_only=True):
     weights: Annotated[
         str | None, Fact("name of the version of its weights ([weights.md](weights.md))")
     ] = None
+    graph_bytes: Annotated[
+        int | None, Fact("bytes of a rank's GPU that captured decode steps have taken")
+    ] = None
     stats: WorkerStats | None = None  # as it said last; its facts stand beside the others
     # By the controller:
     pid: Annotated[int | None, Fact("its process")] = None
@@ -188,5 +191,6 @@ def worker_status(now: float, endpoint: Endpoint) -> WorkerStatus:
         block_size=info.block_size,
         layout=info.fingerprint.hex()[:LAYOUT_DIGITS],
         weights=info.weights or None,
+        graph_bytes=info.graph_bytes or None,
         stats=stats or no_stats(info.worker, info.epoch),
     )

@@ -174,7 +174,7 @@ def build(spec: WorkerSpec, make_worker: MakeWorker, options: BuildOptions) -> B
         raise BuildError(str(error)) from error
     ranks = None if parallel is None else Ranks(own, parallel)
     config = own.config if ranks is None else ranks.config()
-    config = structs.replace(config, no_images=runner.no_images)
+    config = structs.replace(config, no_images=runner.no_images, graph_bytes=runner.graph_bytes)
     records = own.facts.records if ranks is None else ranks.records
     notices = [*runner.notices, *missing, *(own.notices if ranks is None else ranks.notices())]
     for notice in notices:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -24,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kvrelay.engine.model.config import Experts
 from kvrelay.engine.model.gpu import attention_prefill
 from kvrelay.engine.model.gpu import latent as latent_kernels
 from kvrelay.engine.model.gpu.attention_decode import (
@@ -47,6 +49,7 @@ from kvrelay.engine.model.gpu.norm_activation import gated, rms_norm
 from kvrelay.engine.model.gpu.penalties import penalize
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent
 from kvrelay.engine.model.gpu.recurrent_chunks import Chunks, Where
+from kvrelay.engine.model.gpu.routing import route
 from kvrelay.engine.model.gpu.sampling import draw, draws_of
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.state_layout import (
@@ -69,9 +72,8 @@ FP8_FROM = 89  # capability, for KV in FP8
 MAX_SPILLED = 256  # bytes of a thread
 # With tiles of 16 rows it spills nothing, and reads and widens latents four times as often.
 KNOWN = {
-    (90, "latent decode fp8"): 1056,
-    (90, "latent sparse fp8"): 1120,
-    (100, "latent sparse fp8"): 272,
+    (90, "latent decode fp8"): 304,
+    (90, "latent sparse fp8"): 328,
 }
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -286,6 +288,16 @@ def fp8_experts(num_tokens: int) -> Callable[[], None]:
     return lambda: add_experts(hidden, hidden, stacked, chosen, weights, "silu")
 
 
+def routing(family: str) -> Callable[[], object]:
+    """The launch of DeepSeek V3, or of gpt-oss."""
+    groups = {"scoring": "sigmoid", "num_groups": 8, "num_chosen_groups": 4, "scale": 2.5}
+    each, more = (8, groups) if family == "DeepSeek V3" else (4, {})
+    num_experts, bias = (256, torch.zeros(256)) if more else (128, None)
+    experts, x = Experts(num_experts, each, 2048, True, **more), ROWS
+    config, layer = SimpleNamespace(experts=experts), SimpleNamespace(bias=bias, scales=None)
+    return lambda: route(x, torch.zeros(4, num_experts), layer, config)
+
+
 def drawing() -> Callable[[], None]:
     rows = [ScheduledSeq("", [0], 0, [0], True, DEFAULTS, [0], 1)] * 4
     draws = {name: torch.from_numpy(each) for name, each in draws_of(rows).items()}
@@ -344,6 +356,8 @@ CASES = {
     "experts in MXFP4, many rows": packed_experts(512),
     "experts fp8": fp8_experts(4),
     "experts fp8, many rows": fp8_experts(512),
+    "routing, DeepSeek V3": routing("DeepSeek V3"),
+    "routing, gpt-oss": routing("gpt-oss"),
     "draw": drawing(),
     "penalize": penalizing(),
     "checksums, one chunk": lambda: Checksums(

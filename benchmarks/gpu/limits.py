@@ -18,7 +18,8 @@ from kvrelay.engine.model.device_memory import most_splits, splits_of
 BYTES_PER_S, FLOPS_PER_S, CLOCK_HZ, NUM_SMS = 3.35e12, 989e12, 1.755e9, 132
 OF_BYTES, OF_FLOPS, OF_KV_BYTES = 0.82, 0.62, 0.85
 KERNEL_S, ALL_REDUCE_S = 2.2e-6, 12e-6
-KERNELS, KERNELS_OF_RANKS = 6, 8  # of a layer beside products: two more add up what ranks summed
+KERNELS, KERNELS_OF_RANKS = 6, 8  # a layer has beside products: two more add what ranks summed
+KERNELS_OF_EXPERTS = 7  # more: the router's product, its inputs, choice, order, and the sum
 TILE, HEAD_DIM, SOFTMAX_CYCLES = 128, 128, 1_100  # for a tile of 128 queries and keys
 
 
@@ -32,13 +33,18 @@ class Model:
     width: int
     vocab: int
     ranks: int = 1
+    num_experts: int = 1  # each of `width`
+    num_chosen: int = 1
 
-    @property
-    def weights(self) -> float:
-        """Counts those that a step multiplies with in a rank."""
+    def weights(self, num_mlps: float) -> float:
+        """Counts those of a rank, of so many MLPs, or experts, a layer."""
         attention = 2 * self.hidden * (self.num_heads + self.num_kv_heads) * HEAD_DIM
-        layer = attention + 3 * self.hidden * self.width
+        layer = attention + num_mlps * 3 * self.hidden * self.width
         return (self.num_layers * layer + self.hidden * self.vocab) / self.ranks
+
+    def num_read(self, num_tokens: int) -> float:
+        """How many experts of a layer tokens choose together, if each is as likely."""
+        return self.num_experts * (1 - (1 - self.num_chosen / self.num_experts) ** num_tokens)
 
     def step_s(self, contexts: list[int]) -> tuple[float, float]:
         """Returns the limit and the estimate for a step of decodes over such contexts."""
@@ -48,9 +54,10 @@ class Model:
         most = most_splits(heads, HEAD_DIM)
         splits = sum(count for c in contexts if (count := splits_of(c, most)) > 1)
         results = 2 * splits * heads * (HEAD_DIM + 1) * 4 * self.num_layers  # written and read
-        bytes_s = 2 * self.weights / BYTES_PER_S
-        flops_s = 2 * self.weights * num_seqs / FLOPS_PER_S
+        bytes_s = 2 * self.weights(self.num_read(num_seqs)) / BYTES_PER_S
+        flops_s = 2 * self.weights(self.num_chosen) * num_seqs / FLOPS_PER_S
         kernels = KERNELS if self.ranks == 1 else KERNELS_OF_RANKS
+        kernels += KERNELS_OF_EXPERTS if self.num_experts > 1 else 0
         others_s = (self.num_layers * kernels + 1) * KERNEL_S  # and one lists the splits
         if self.ranks > 1:
             others_s += self.num_layers * 2 * ALL_REDUCE_S
@@ -62,6 +69,7 @@ class Model:
 MODELS = (
     Model("8B", 32, 4096, 32, 8, 14336, 128256),
     Model("70B, 4 ranks", 80, 8192, 64, 8, 28672, 128256, ranks=4),
+    Model("30B, 128 experts", 48, 2048, 32, 4, 768, 151936, num_experts=128, num_chosen=8),
 )
 STEPS = {  # contexts
     "1 of 1,024": [1024],

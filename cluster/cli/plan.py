@@ -161,7 +161,11 @@ def plan_view(name: str, gpus: str, plan: ModelPlan) -> Group:
     memory.add_row("weights", _gib(plan.weights_bytes), how)
     if plan.on_gpu:
         memory.add_row("a step", _gib(plan.step_bytes), "estimated: a worker measures it")
-    memory.add_row("other", _gib(plan.other_bytes), "CUDA, graphs" if plan.on_gpu else "libraries")
+    memory.add_row(
+        "other",
+        _gib(plan.other_bytes),
+        "CUDA, graphs: a worker measures these" if plan.on_gpu else "libraries",
+    )
     blocks = f"{plan.num_blocks:,} blocks of {plan.block_size} tokens, {plan.kv_dtype}"
     memory.add_row("KV", _gib(plan.kv_bytes), blocks)
     table = Table()

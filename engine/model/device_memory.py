@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.kv.spec import DTYPE_BYTES
 from kvrelay.engine.model.config import ModelConfig
 
 GIB = float(1 << 30)
-RESERVE_BYTES = 512 << 20  # for captured graphs, and for what allocation leaves unused
+GRAPH_BYTES = 256 << 20  # for captured graphs, where they are not measured
+UNUSED_BYTES = 256 << 20  # for what allocation leaves unused
+RESERVE_BYTES = GRAPH_BYTES + UNUSED_BYTES
 CUDA_BYTES = 512 << 20  # what CUDA itself takes of a GPU for a process, about
 MIN_KEYS = 256  # a split has: below, starting it costs more than it reads
 MAX_SPLITS = 64  # a context has
@@ -23,12 +26,19 @@ class DeviceMemory:
     free: int
     reserved: int  # by this process, for tensors
     peak: int  # most that this process has taken for tensors
+    graphs: int = GRAPH_BYTES  # that captured graphs will take
 
     def room(self, share: float) -> int:
-        """For KV, of `share` of all: beside other processes, what CUDA itself takes, the peak, and
-        a reserve. May be negative."""
+        """For KV, of `share` of all: beside other processes, what CUDA itself takes, the peak, the
+        graphs, and a reserve. May be negative."""
         others = self.total - self.free - self.reserved
-        return int(share * self.total) - others - self.peak - RESERVE_BYTES
+        return int(share * self.total) - others - self.peak - self.graphs - UNUSED_BYTES
+
+
+def all_graphs_bytes(first: Sequence[int], count: int) -> int:
+    """What `count` graphs take, of which the `first`, the largest, were measured. They share the
+    memory of their tensors, so each of the rest takes what a later one of these did."""
+    return sum(first) + (count - len(first)) * max(first[1:], default=0)
 
 
 def most_splits(num_heads: int, width: int) -> int:

@@ -108,6 +108,7 @@ class ModelRunner:
         read: the weights, in place of those in `model_dir`.
         Raises ModelError."""
         self.notices: list[str] = []
+        self.graph_bytes = 0  # that captured passes have taken of a GPU
         self.no_images = ""  # why it reads none; "": it does
         self.device = find_device(model.device) if member is None else member.group.device
         self.dtype = self.default_dtype(self.device.type) if model.dtype == "auto" else model.dtype
@@ -563,6 +564,7 @@ class ModelRunner:
         lengths = spread(engine.max_num_batched_tokens, engine.max_num_seqs, self.max_model_len)
         batch = batch_of_nothing(lengths, limits, self.device)
         memory = after_a_step(self.device, lambda: self._decoder.forward(batch))
+        memory = replace(memory, graphs=self._measured_graphs())
         room = memory.room(share) - DeviceCounts.size(engine.max_num_seqs, limits.vocab_size)
         room -= split_bytes(self._own, engine.max_num_seqs, self.max_model_len)
         num_blocks = room // self.kv_spec.bytes_per_block
@@ -572,8 +574,8 @@ class ModelRunner:
             raise ModelError(
                 f"no memory is left for KV: {share:.0%} of {memory.total / GIB:.1f} GiB is for this"
                 f" worker, weights and a step of {sum(lengths)} tokens take"
-                f" {memory.peak / GIB:.1f} GiB; raise engine.gpu_memory_utilization, or lower"
-                " engine.max_num_batched_tokens"
+                f" {memory.peak / GIB:.1f} GiB, captured graphs {memory.graphs / GIB:.1f}; raise"
+                " engine.gpu_memory_utilization, or lower engine.max_num_batched_tokens"
             )
         self.kv_pool = self._pool(num_blocks, None)
         ops.use_pool(self._by_layers())
@@ -586,6 +588,26 @@ class ModelRunner:
         self._limits = replace(
             self._limits, num_blocks=num_blocks, max_model_len=self.max_model_len
         )
+
+    def _measured_graphs(self) -> int:
+        """Bytes that captured decode passes will take; a pool of one block is enough to know."""
+        if isinstance(self._own_ops, CpuOps | TorchOps) or not self._engine.cuda_graphs:
+            return 0
+        from kvrelay.engine.model.gpu.decode import DecodePasses
+        from kvrelay.engine.model.gpu.steps import measured_graphs
+
+        most, ranks = self._engine.max_num_seqs, self._rank_options()
+        passes = DecodePasses(self._decoder, self._limits, self.device, most, **ranks)
+        return measured_graphs(passes, self.device)
+
+    def _rank_options(self) -> dict[str, Any]:
+        """What decode passes are given of a group of ranks, or of states where there is none."""
+        from kvrelay.engine.model.gpu.ops import TritonOps
+
+        if self._member is not None:
+            return {"group": self._member.group}
+        own = self._own_ops
+        return {"replay": own.replay if isinstance(own, TritonOps) else None}
 
     def _ops(self, num_threads: int) -> Ops:
         kind, weights = TORCH_DTYPES[self.dtype], self._quantization
@@ -637,11 +659,8 @@ class ModelRunner:
         """None on a CPU, and without kernels. ops: of this rank alone."""
         if isinstance(ops, CpuOps | TorchOps):
             return None
-        from kvrelay.engine.model.gpu.ops import TritonOps
         from kvrelay.engine.model.gpu.steps import GpuSteps
 
-        is_alone = self._member is None
-        replay = ops.replay if isinstance(ops, TritonOps) and is_alone else None
         steps = GpuSteps(
             self._decoder,
             self._limits,
@@ -649,10 +668,9 @@ class ModelRunner:
             max_num_seqs=self._engine.max_num_seqs,
             graphs=self._engine.cuda_graphs,
             progress=progress,
-            group=None if self._member is None else self._member.group,
-            replay=replay,
+            **self._rank_options(),
         )
-        self.notices += steps.notices
+        self.graph_bytes, self.notices = steps.graph_bytes, self.notices + steps.notices
         return steps
 
 

@@ -52,6 +52,7 @@ PARTS = (
     _tests("memory and transfers", 120.0, "tests/gpu/test_memory.py"),
     _tests("attention", 180.0, "tests/gpu/test_attention.py"),
     _tests("operations", 120.0, FOLDER + "test_triton_ops.py"),
+    _tests("routing to experts", 60.0, FOLDER + "test_triton_routing.py"),
     _tests("recurrent layers", 120.0, FOLDER + "test_triton_recurrent.py"),
     _tests("steps, graphs, sized pools", 300.0, "tests/gpu/test_steps.py"),
     _tests("steps beside torch", 180.0, FOLDER + "test_triton_steps.py"),

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from kvrelay.engine.model.batch import Batch, Limits, Table, tables_of
 from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.device_memory import GIB
 from kvrelay.engine.model.gpu.penalties import NO_ROW, DeviceCounts, penalize
 from kvrelay.engine.model.gpu.recurrent import KEPT_ROWS, READS
 from kvrelay.engine.model.gpu.sampling import COLUMNS, draw, draws_of
@@ -105,6 +106,7 @@ class DecodePasses:
         self._results = torch.zeros(results, dtype=torch.int64, pin_memory=on_gpu)
         # A thread that waits for one sleeps: a rank's would keep a core busy.
         self._events = [torch.cuda.Event(blocking=True) for _ in range(SLOTS if on_gpu else 0)]
+        self.graph_bytes: list[int] = []  # that each graph took of the device, in their order
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._replays: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -268,18 +270,22 @@ class DecodePasses:
             self._events[slot].synchronize()
         return self._results[slot, :num_rows].tolist()
 
-    def capture(self, progress: Callable[[str], None]) -> None:
-        """Make a graph for every size, largest first, in memory that they share. Raises
-        RuntimeError if a pass cannot be captured."""
+    def capture(self, progress: Callable[[str], None], most: int | None = None) -> None:
+        """Make a graph for every size, largest first, in memory that they share; `most`: for so
+        many. Raises RuntimeError if a pass cannot be captured."""
         host = self._inputs.hosts[self._last]
         host["slots"][:], host["more_slots"][:] = NO_SLOT, NO_SLOT
         host["passed"][:] = 1
         host["context_len"][:], host["follows"][:], host["counted"][:] = 1, OWN, NO_ROW
         self._inputs.send(self._last)
         pool = torch.cuda.graph_pool_handle()
-        for done, size in enumerate(reversed(self.sizes)):
+        self.graph_bytes.clear()
+        for done, size in enumerate(self.sizes[::-1][:most]):
             self._pass(size)  # compiles, and lets libraries allocate what they keep
+            if self._keeps(size):  # counts are 0: nothing is passed
+                self._pass_again(size)
             torch.cuda.synchronize(self._device)
+            free = torch.cuda.mem_get_info(self._device)[0]
             graph, error = torch.cuda.CUDAGraph(), None
             try:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -288,15 +294,15 @@ class DecodePasses:
                 error = caught
             self._agree(error)
             self._graphs[size] = graph
-            if self._keeps(size):  # counts are 0: nothing is passed
-                self._pass_again(size)
-                torch.cuda.synchronize(self._device)
+            if self._keeps(size):
                 self._replays[size] = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(
                     self._replays[size], pool=pool, capture_error_mode="thread_local"
                 ):
                     self._pass_again(size)
-            progress(f"capturing decode steps: {done + 1} of {len(self.sizes)}")
+            self.graph_bytes.append(max(0, free - torch.cuda.mem_get_info(self._device)[0]))
+            taken = f"{sum(self.graph_bytes) / GIB:.2f} GiB"
+            progress(f"capturing decode steps: {done + 1} of {len(self.sizes)}, {taken}")
 
     def _agree(self, error: RuntimeError | None) -> None:
         """Raises `error`, or RuntimeError where another rank has one: ranks that run a pass more
@@ -310,6 +316,7 @@ class DecodePasses:
     def forget_graphs(self) -> None:
         self._graphs.clear()
         self._replays.clear()
+        self.graph_bytes.clear()
 
     def _batch(self, size: int) -> Batch:
         """The first rows, as they are on the device."""

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kvrelay.engine.model.gpu.attention_tile import factor, upcast
 from kvrelay.engine.model.gpu.norm_activation import gated
+from kvrelay.engine.model.gpu.routing import Tiles, sort_pairs
 from kvrelay.engine.model.quantize import GROUP
 
 BLOCK_M, BLOCK_N = 16, 64
@@ -35,17 +36,6 @@ class ExpertWeights:
     block: tuple[int, int] = (1, GROUP)  # rows and columns that share a scale of int8 or FP8
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Where the grouped products find their rows. All on the device."""
-
-    pairs: torch.Tensor  # [P] int64: sorted by expert; pair = token * num_per_token + choice
-    expert: torch.Tensor  # [T] int64 of each tile; num_experts past the last tile
-    first: torch.Tensor  # [T] int64: its first place in `pairs`
-    end: torch.Tensor  # [T] int64: where its expert's pairs end
-    block_m: int
-
-
 def add_experts(
     hidden: torch.Tensor,
     x: torch.Tensor,
@@ -60,7 +50,9 @@ def add_experts(
     num_tokens, num_chosen = chosen.shape
     if not num_tokens:
         return
-    tiles = _tiles(chosen, len(experts.downs))
+    num_experts = len(experts.downs)
+    block = BLOCK_M_MANY if chosen.numel() >= MANY * num_experts else BLOCK_M
+    tiles = sort_pairs(chosen, num_experts, block)
     gate_ups = experts.gate_ups, experts.gate_up_scales, experts.block, biases[0]
     downs = experts.downs, experts.down_scales, experts.block, biases[1]
     active = gated(_grouped(x, *gate_ups, tiles, num_chosen, None), activation)
@@ -69,29 +61,13 @@ def add_experts(
     hidden += out.view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden.dtype)
 
 
-def _tiles(chosen: torch.Tensor, num_experts: int) -> _Tiles:
-    num_pairs = chosen.numel()
-    block = BLOCK_M_MANY if num_pairs >= MANY * num_experts else BLOCK_M
-    most = min(num_pairs, triton.cdiv(num_pairs, block) + num_experts)
-    sorted_experts, pairs = chosen.flatten().long().sort(stable=True)
-    ids = torch.arange(num_experts + 1, device=chosen.device)
-    starts = torch.searchsorted(sorted_experts, ids)  # [num_experts + 1]: where each one begins
-    count = (starts[1:] - starts[:-1] + block - 1) // block  # tiles of each expert
-    ends = count.cumsum(0)
-    tile = torch.arange(most, device=chosen.device)
-    expert = torch.searchsorted(ends, tile, right=True)  # num_experts past the last tile
-    known = expert.clamp(max=num_experts - 1)
-    first = starts[known] + (tile - (ends - count)[known]) * block
-    return _Tiles(pairs, expert, first, starts[known + 1], block)
-
-
 def _grouped(
     x: torch.Tensor,
     matrices: torch.Tensor,
     scales: torch.Tensor | None,
     block: tuple[int, int],
     bias: torch.Tensor | None,
-    tiles: _Tiles,
+    tiles: Tiles,
     num_chosen: int,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:

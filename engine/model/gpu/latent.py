@@ -167,7 +167,7 @@ def _attend(
     """As `attention_tile.attend`; `query` [M, BLOCK_RANK] and `query_rope` [M, BLOCK_ROPE] are the
     two parts of the rows. With TOPK the context is the positions `selected`."""
     dims, behind = tl.arange(0, BLOCK_RANK), tl.arange(0, BLOCK_ROPE)
-    for start in range(first, last, BLOCK_N):
+    for start in tl.range(first, last, BLOCK_N, disable_licm=True):  # kept, it would be spilled
         n = start + tl.arange(0, BLOCK_N)
         readable, place = n < last, n
         if TOPK:

@@ -42,8 +42,9 @@ from kvrelay.engine.model.gpu.linear import fp8, int8
 from kvrelay.engine.model.gpu.norm_activation import KINDS, MAX_WIDTH, gated, rms_norm
 from kvrelay.engine.model.gpu.recurrent import GpuRecurrent
 from kvrelay.engine.model.gpu.recurrent_chunks import Chunks, Where, list_chunks
+from kvrelay.engine.model.gpu.routing import route
 from kvrelay.engine.model.gpu.staging import to_device
-from kvrelay.engine.model.ops import TensorOps, choose_experts, highest, kv_planes
+from kvrelay.engine.model.ops import TensorOps, highest, kv_planes
 from kvrelay.engine.model.quantize import GROUP, quantize
 from kvrelay.engine.model.recurrence import DeltaRows
 from kvrelay.engine.model.stacked import Fp8Blocks, Mxfp4, Stacked, widened
@@ -410,7 +411,7 @@ class TritonOps(TensorOps):
     ) -> None:
         routed = x if routed is None else routed
         logits = F.linear(routed.float(), layer.router, layer.router_bias)
-        x, chosen, weights = choose_experts(x, logits, layer, self._config)
+        x, chosen, weights = route(x, logits, layer, self._config)
         biases = layer.gate_up_bias, layer.down_bias
         parts = layer.experts, chosen, weights, self._config.activation, biases
         mixture.add_experts(hidden, x, *parts)

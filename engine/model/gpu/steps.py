@@ -18,7 +18,7 @@ import torch
 
 from kvrelay.engine.model.batch import Batch, Guard, Limits, Table
 from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.device_memory import DeviceMemory
+from kvrelay.engine.model.device_memory import GRAPH_BYTES, DeviceMemory, all_graphs_bytes
 from kvrelay.engine.model.gpu.decode import NO_SLOT, DecodePasses, Replay
 from kvrelay.engine.model.gpu.penalties import NO_ROW, penalize
 from kvrelay.engine.model.gpu.sampling import draw, draws_of
@@ -53,6 +53,24 @@ def after_a_step(device: torch.device, step: Callable[[], object]) -> DeviceMemo
     return DeviceMemory(total, free, torch.cuda.memory_reserved(device), peak)
 
 
+def measured_graphs(passes: DecodePasses, device: torch.device) -> int:
+    """Bytes that graphs of such passes take of the device, by the first of them. These are
+    forgotten: those that count hold addresses of the pool that is made with what is left."""
+    if device.type != "cuda":
+        return 0
+    try:
+        passes.capture(lambda _: None, most=TRIAL_GRAPHS)
+    except RuntimeError:  # those that count will say why
+        found = GRAPH_BYTES
+    else:
+        found = all_graphs_bytes(passes.graph_bytes, len(passes.sizes))
+    passes.forget_graphs()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return found
+
+
+TRIAL_GRAPHS = 3  # the first, in whose memory the others are, and two of these
 WARM_UP = ((1,), (17,), (1, 33), (512,))  # query lengths of the steps that compile kernels
 
 
@@ -83,6 +101,11 @@ class GpuSteps:
                 self._warm_up(progress)
                 if graphs:
                     self._capture(progress)
+
+    @property
+    def graph_bytes(self) -> int:
+        """That captured passes have taken of the device."""
+        return sum(self._passes.graph_bytes)
 
     def execute(
         self,

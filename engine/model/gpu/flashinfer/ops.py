@@ -27,7 +27,7 @@ from kvrelay.engine.model.gpu import experts as mixture
 from kvrelay.engine.model.gpu.flashinfer.attention import ExpandedAttention, PagedAttention
 from kvrelay.engine.model.gpu.flashinfer.division import DTYPES, Division, capability, divide, load
 from kvrelay.engine.model.gpu.ops import TritonOps
-from kvrelay.engine.model.ops import choose_experts
+from kvrelay.engine.model.gpu.routing import route
 from kvrelay.engine.model.stacked import Stacked, widened
 
 TOLERANCE = 0.05  # relative to normally distributed numbers, in 16 bits
@@ -324,7 +324,7 @@ class FlashInferOps(TritonOps):
             super().add_experts(hidden, x, layer, routed)
         elif len(x):
             logits = F.linear((x if routed is None else routed).float(), layer.router)
-            x, chosen, weights = choose_experts(x, logits, layer, self._config)
+            x, chosen, weights = route(x, logits, layer, self._config)
             layer.experts.add(self._library, hidden, x, chosen, weights)
 
     def _prepare(self) -> None:

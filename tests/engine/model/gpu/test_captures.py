@@ -8,7 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvrelay.engine.model.device_memory import GRAPH_BYTES
 from tests.engine.model.gpu.triton_world import DEVICE, World
+
+from kvrelay.engine.model.gpu.steps import TRIAL_GRAPHS, measured_graphs  # isort: skip
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU captures for real")
 
@@ -43,11 +46,12 @@ def world(path):
 @pytest.fixture
 def captured(world, monkeypatch):
     """Call it with a group and the number of the capture that fails here: what was captured."""
-    broken = [0]
+    broken, free = [0], [1 << 40]
 
     @contextmanager
     def graph(*_args, **_options):
         yield
+        free[0] -= 900 if free[0] == 1 << 40 else 7  # the first has what the others share
         broken[0] -= 1
         if not broken[0]:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -56,12 +60,15 @@ def captured(world, monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free[0], 1 << 40))
     passes = world.steps._passes
 
-    def run(group: Rank | None, failing: int = 0):
-        broken[0] = failing
+    def run(group: Rank | None, failing: int = 0, *, trial: bool = False):
+        broken[0], free[0] = failing, 1 << 40
         passes._group = group
         with torch.inference_mode():
+            if trial:
+                return measured_graphs(passes, torch.device("cuda")), passes
             world.steps._capture(lambda _: None)
         return passes, world.steps.notices
 
@@ -106,3 +113,19 @@ def test_without_other_ranks_the_error_alone_decides(captured):
     passes, notices = captured(None, failing=1)
     assert passes._graphs == {}
     assert len(notices) == 1
+
+
+def test_what_graphs_take_is_measured_by_the_first_ones(captured, world):
+    sizes = len(world.steps._passes.sizes)
+    assert sizes >= TRIAL_GRAPHS
+    group = Rank()
+    measured, passes = captured(group, trial=True)
+    assert len(group.agreed) == TRIAL_GRAPHS
+    assert passes._graphs == {}, "they hold addresses of a pool that is not the last"
+    captured(None)
+    assert measured == world.steps.graph_bytes == 900 + 7 * (sizes - 1)
+
+
+def test_where_none_can_be_captured_a_constant_is_reserved(captured, world):
+    assert captured(None, failing=1, trial=True)[0] == GRAPH_BYTES
+    assert world.steps.graph_bytes == 0

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.cpu import kernels
 from kvrelay.engine.model.device_memory import (
-    RESERVE_BYTES,
+    UNUSED_BYTES,
     DeviceMemory,
+    all_graphs_bytes,
     split_bytes,
     spread,
 )
@@ -27,8 +29,18 @@ GIB = 1 << 30
 
 
 def test_others_the_peak_and_a_reserve_are_taken_off() -> None:
-    found = DeviceMemory(total=80 * GIB, free=60 * GIB, reserved=17 * GIB, peak=20 * GIB)
-    assert found.room(0.9) == 72 * GIB - 3 * GIB - 20 * GIB - RESERVE_BYTES
+    found = DeviceMemory(80 * GIB, 60 * GIB, reserved=17 * GIB, peak=20 * GIB, graphs=GIB)
+    assert found.room(0.9) == 72 * GIB - 3 * GIB - 20 * GIB - GIB - UNUSED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "expected"),
+    [((90, 2, 4), 35, 96 + 32 * 4), ((90, 2), 2, 92), ((90,), 1, 90), ((0, 0, 0), 9, 0)],
+)
+def test_graphs_that_were_not_captured_take_what_the_later_ones_took(
+    first: tuple[int, ...], count: int, expected: int
+) -> None:
+    assert all_graphs_bytes(first, count) == expected
 
 
 @pytest.mark.parametrize(
@@ -67,7 +79,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[torch.Ten
 
     def after_a_step(_: torch.device, step: Callable[[], torch.Tensor]) -> DeviceMemory:
         steps.append(step())
-        return DeviceMemory(num_bytes + RESERVE_BYTES, num_bytes + RESERVE_BYTES, 0, 0)
+        return DeviceMemory(num_bytes + UNUSED_BYTES, num_bytes + UNUSED_BYTES, 0, 0)
 
     monkeypatch.setattr(gpu_steps, "after_a_step", after_a_step)
     return steps
@@ -91,7 +103,7 @@ def test_the_pool_is_made_after_the_largest_step(
 
 def test_no_room_is_told_with_what_there_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_room(monkeypatch, 100)
-    told = r"no memory is left for KV: 90% of 0.5 GiB is for this worker, .* raise engine.gpu_mem"
+    told = r"no memory is left for KV: 90% of 0.3 GiB is for this worker, .* raise engine.gpu_mem"
     with pytest.raises(ModelError, match=told):
         model_runner(model, dtype="float32", device="cpu", num_blocks=0)
 
@@ -112,6 +124,23 @@ def fitted_and_given(
     beside += split_bytes(given.config, 2, given.config.max_position_embeddings)
     with_room(patch, 40 * given.kv_spec.bytes_per_block + beside)
     return made_by(path, *sections(options | {"num_blocks": 0})), given
+
+
+def test_the_pool_leaves_room_for_graphs(
+    checkpoint_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their size is measured on a pool of one block, by passes like those that are captured."""
+    measured = []
+
+    def graphs(passes: object, _: torch.device) -> int:
+        measured.append((passes.sizes, passes._limits.num_blocks))  # type: ignore[attr-defined]
+        return 5 * each
+
+    model = checkpoint_of("llama")
+    each = read_config(model).kv_spec(16, "float32").bytes_per_block
+    monkeypatch.setattr(gpu_steps, "measured_graphs", graphs)
+    assert len(fitted_and_given("triton", model, monkeypatch)[0].kv_pool) == 35
+    assert measured == [([1, 2], 0)]
 
 
 INTERPRETED = [
