@@ -310,7 +310,8 @@ class RouterProcess:
 
     async def _with_digests(self, order: orders.UpdateModel) -> orders.UpdateModel:
         """Those of the model's own weights, and of what it names."""
-        from kvrelay.engine.model.checkpoint.version import check_described, read_version
+        from kvrelay.engine.model.checkpoint.described import check_described
+        from kvrelay.engine.model.checkpoint.version import read_version
 
         own = self.served_models[order.model].path
         base = wanted = await asyncio.to_thread(read_version, own)

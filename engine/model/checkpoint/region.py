@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from kvrelay.engine.model.checkpoint.version import DIGEST_BYTES, check_described
+from kvrelay.engine.model.checkpoint.described import DIGEST_BYTES, check_described
 from kvrelay.engine.model.errors import WeightsMissing
 from kvrelay.engine.weights import SharedTensor, SharedWeights
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvrelay.engine.model.checkpoint.described import check_described
 from kvrelay.engine.model.checkpoint.region import OpenRegion
-from kvrelay.engine.model.checkpoint.version import check_described
 from kvrelay.engine.model.errors import ModelError, WeightsMissing
 from kvrelay.engine.weights import SharedTensor, SharedWeights
 
@@ -111,7 +111,7 @@ def test_what_is_wrong_in_a_description_is_said(change: dict[str, Any], says: st
 
 def test_who_only_checks_a_description_does_not_import_torch() -> None:
     """Routers do that, which start without it."""
-    code = "import sys, kvrelay.engine.model.checkpoint.version; print('torch' in sys.modules)"
+    code = "import sys, kvrelay.engine.model.checkpoint.described; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
