@@ -428,9 +428,10 @@ class ModelRunner:
         images = self._images
         if images is not None and not has_images(step.seqs):
             images = None
-        if self._decode is not None and images is None:
+        shifts = () if images is None else images.shifts(step.seqs)
+        if self._decode is not None and shifts is not None:
             step = replace(step, seqs=undrafted(step.seqs))
-            drawn = self._decode.execute(step, tables, masks_of, loaded)
+            drawn = self._decode.execute(step, tables, masks_of, loaded, shifts)
             if drawn is not None:
                 if self._drafter is not None:
                     outputs = self._decode.outputs(step.seqs, drawn)

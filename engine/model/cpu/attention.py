@@ -263,7 +263,7 @@ class CpuAttention:
                 setattr(each, name, at[name])
         self._select_for(capacity)
         for key, rope in (*self._ropes.items(), *self._index_ropes.items()):
-            rope.positions, rope.slots = at["positions"], rows["slots"][key.group].ctypes.data
+            rope.positions, rope.slots = at["rope_positions"], rows["slots"][key.group].ctypes.data
         return [ctypes.addressof(each) for each in self._attentions.values()]
 
     def described(self, layer: int) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 import torch
@@ -89,8 +90,18 @@ class StepImages:
             failed |= {at: f"request {seqs[at].request_id}: {text}" for at, text in why.items()}
         begun = self.embeddings.begun if wanted else found
         counts = {at: (begun[at], found[at]) for at in wanted if begun[at] or found[at]}
-        shown = replace(step, seqs=seqs, repeats=1)
-        return Prepared(shown, waiting, failed, counts, self.embeddings.kept())
+        return Prepared(replace(step, seqs=seqs), waiting, failed, counts, self.embeddings.kept())
+
+    def shifts(self, seqs: Sequence[ScheduledSeq]) -> list[int] | None:
+        """By how much each has lower positions than its indices; None: some have no such number,
+        as tokens of images are among theirs or follow."""
+        found = []
+        for seq in seqs:
+            shift = 0 if seq.images is None else self._known(seq).layout.shift_from(seq.start)
+            if shift is None:
+                return None
+            found.append(shift)
+        return found
 
     def batch(self, batch: Batch, seqs: Sequence[ScheduledSeq]) -> Batch:
         """`batch`, which is of `seqs`, with what their images make of its rows."""
@@ -141,12 +152,14 @@ class StepImages:
         return Wanted(number, seq.images.each[number], count * self._vision.bytes_per_token)
 
     def _shown(self, seq: ScheduledSeq, known: _Known) -> ScheduledSeq:
-        """As the model reads it. Drafts are left out: what verifies them knows no positions."""
+        """As the model reads it. A draft ends where the prompt that it is taken from has an
+        image: what is generated has none."""
         mark, context = self._vision.image_token, known.context
         del context[len(seq.context) :]
         context += [_shown(token, mark) for token in seq.context[len(context) :]]
         tokens = [_shown(token, mark) for token in seq.tokens]
-        return replace(seq, tokens=tokens, context=context, draft_tokens=[], num_drafts=0)
+        drafts = [*takewhile(lambda token: token < FIRST_STAND_IN, seq.draft_tokens)]
+        return replace(seq, tokens=tokens, context=context, draft_tokens=drafts)
 
 
 def has_images(seqs: Sequence[ScheduledSeq]) -> bool:
