@@ -7,7 +7,9 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.kv.spec import DTYPE_BYTES
 from kvrelay.engine.model.checkpoint.fields import count, number, numbers, read_json
+from kvrelay.engine.model.checkpoint.quantized_config import float_type
 from kvrelay.engine.model.checkpoint.rope import rope_spec
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.vision.config import RESCALED, THETA, Vision
@@ -56,6 +58,7 @@ def read_vision(path: Path, raw: Mapping[str, Any]) -> Vision | None:
         most_pixels=count(given, "max_pixels", size.get("longest_edge", 28 * 28 * 1280)),
         mean=numbers(given, "image_mean", 3),
         spread=numbers(given, "image_std", 3),
+        bytes_per_number=DTYPE_BYTES[float_type(raw)],
     )
 
 
