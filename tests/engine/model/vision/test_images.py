@@ -349,6 +349,7 @@ def test_settings_that_are_not_known_end_the_start(tmp_path: Path) -> None:
         ({"do_resize": False}, "do_resize False is not supported, only True"),
         ({"rescale_factor": 0.5}, "rescale_factor 0.5 is not 1 / 255"),
         ({"patch_size": 14}, "patch_size 14 is not supported, only 16"),
+        ({"patch_size": None}, "patch_size 14, which it is where it is not stated, is not"),
         ({"image_mean": [0.5]}, "image_mean is 1 numbers, a list of 3 numbers is needed"),
     ):
         file = tmp_path / "preprocessor_config.json"
