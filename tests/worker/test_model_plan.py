@@ -80,7 +80,7 @@ def test_images_take_what_their_tower_has_and_settings_say(tmp_path: Path, hybri
     half = replace(model.vision, most_pixels=images.most_pixels // 2)
     assert images.encoding_bytes == 2 * half.most_encoding_bytes
     on_gpu = plan_model(model, engine, "bfloat16", "none", num_gpus=1, memory_bytes=H100)
-    assert on_gpu.images is None, "images are read by one process on a CPU"
+    assert on_gpu.images is None, "images are read on CPUs"
     sizes = EngineSection(image_bytes=1 << 30, num_blocks=64)
     enough, short = (
         plan_model(model, sizes, "float32", "none", memory_bytes=size).problems
