@@ -13,7 +13,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, shake_256
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FIRST_STAND_IN = 1 << 31  # no vocabulary has so many tokens; a token's number is below 1 << 32
 DIGEST_BYTES = 32
@@ -83,6 +86,18 @@ class KeptImages:
 
     keys: tuple[int, ...] = ()
     token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SeqImageRows:
+    """What one sequence has of images in a step. Arrays, since ranks get them in a message."""
+
+    is_left_out: bool = False  # of the step: images are still encoded, or cannot be
+    # By how much its tokens have lower positions than their index; None: `turns` has them.
+    shift: int | None = None
+    turns: np.ndarray | None = None  # [3, n] int64
+    rows: np.ndarray | None = None  # [m] int64: tokens of images, counted from the first of the n
+    added: np.ndarray | None = None  # float32 [1 + taps, m, hidden_size]; None: no such token
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay.engine.images import Images, KeptImages
+from kvrelay.engine.images import Images, KeptImages, SeqImageRows
 from kvrelay.engine.needs import Loaded, Need
 from kvrelay.engine.request import PromptOutputs, Refusal, SamplingParams, TokenLogprobs
 
@@ -49,6 +49,7 @@ class ScheduledSeq:
     need: Need | None = None  # loaded before its first step
     images: Images | None = None  # whose tokens have other numbers in the prompt
     reads_pages: bool = False  # its outputs attend to chosen pages (Quest), where the executor can
+    image_rows: SeqImageRows | None = None  # made of those before the step, for all ranks
     num_drafts: int = 0  # draft tokens that the executor's own drafter may propose, in their place
     # What the executor keeps of the sequence from step to step, by name; it ends with the sequence.
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -224,7 +224,7 @@ _NO_LORA = (
 _POOLS = "with engine.arguments.runner = 'pooling' vLLM computes embeddings alone: /v1/embeddings"
 _GENERATES = "of vLLM's workers, those with engine.arguments.runner = 'pooling' compute embeddings"
 _BY_VLLM = "workers with engine.runs = 'vllm' do"
-_NO_IMAGES = f"images are read by one process on a CPU; {_BY_VLLM} on GPUs too"
+_NO_IMAGES = f"images are read on CPUs; {_BY_VLLM} on GPUs too"
 _NO_TOWER = f"images of Qwen3-VL and Qwen3.5 are read, this model's are not; {_BY_VLLM}"
 _DRAFTED = "images are not read beside engine.drafter, which knows tokens alone: n-grams draft"
 _PARTS = "vLLM's backend for grammars takes none of this form"
@@ -272,7 +272,6 @@ RULES: dict[Capability, tuple[No, ...]] = {
     Capability.IMAGES: (
         _ONLY_POOLS,
         _no("device", _NO_IMAGES, Trait.GPU),
-        _no("ranks", _NO_IMAGES, Trait.RANKS),
         _no("layers", _NO_TOWER, Trait.OTHER_VISION),
         _no("engine", _DRAFTED, Trait.DRAFTER),
     ),

@@ -14,10 +14,12 @@ from msgspec.structs import replace
 
 from kvrelay.engine.config import EngineSection
 from kvrelay.engine.kv.window import Windows
+from kvrelay.engine.model.checkpoint.vision import PROCESSOR
 from kvrelay.engine.model.config import ModelConfig
 from kvrelay.engine.model.device_memory import CUDA_BYTES, RESERVE_BYTES, step_bytes
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.parallel.shard import MAX_RANKS, check_divides
+from kvrelay.engine.support import Capability, engine_traits, model_traits, refusal_of
 from kvrelay.worker.kv_plan import (
     GIB,
     BuildError,
@@ -54,6 +56,19 @@ class KindPlan(Struct, frozen=True):
     sequence_bytes: dict[int, int]  # by length: what a sequence holds
 
 
+class ImagesPlan(Struct, frozen=True):
+    """What images take of the machine's memory, from the first one on; workers start without."""
+
+    tower_bytes: int
+    kept_bytes: int  # at most, of embeddings
+    encoding_bytes: int  # while one of `most_pixels` is encoded, about
+    most_pixels: int  # larger ones are scaled down to these
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tower_bytes + self.kept_bytes + self.encoding_bytes
+
+
 class ModelPlan(Struct, frozen=True):
     """One worker, of `num_ranks` processes or GPUs, and how many of them there are."""
 
@@ -74,6 +89,7 @@ class ModelPlan(Struct, frozen=True):
     max_num_seqs: int
     kinds: tuple[KindPlan, ...]
     num_sequences: dict[int, int]  # by length: how many a worker holds at once
+    images: ImagesPlan | None = None  # None: it reads none
     problems: tuple[str, ...] = ()  # what does not fit, and what would
 
     @property
@@ -107,6 +123,7 @@ def plan_model(
     are wrong on any machine."""
     on_gpu, ranks = num_gpus > 0, engine.tensor_parallel_size
     engine = engine.sized(gpu=on_gpu)
+    images = _images(model, engine, on_gpu=on_gpu)
     check_divides(model, ranks)
     plan = plan_kv(model, engine, dtype, quantization, on_gpu)
     problems = []
@@ -116,6 +133,7 @@ def plan_model(
     elif memory_bytes:
         try:
             check_memory([plan], memory_bytes)
+            problems += _images_problems(plan, images, memory_bytes)
         except BuildError as error:
             problems.append(str(error))
     longest = 0
@@ -143,8 +161,29 @@ def plan_model(
         max_num_seqs=engine.max_num_seqs,
         kinds=_kinds(model, plan, lengths),
         num_sequences=held,
+        images=images,
         problems=tuple(problems),
     )
+
+
+def _images(model: ModelConfig, engine: EngineSection, *, on_gpu: bool) -> ImagesPlan | None:
+    vision, traits = model.vision, engine_traits(engine, on_gpu=on_gpu) | model_traits(model)
+    if vision is None or refusal_of(Capability.IMAGES, traits):
+        return None
+    sizes = vision.tower_bytes, engine.image_bytes, vision.most_encoding_bytes
+    return ImagesPlan(*sizes, vision.most_pixels)
+
+
+def _images_problems(plan: KVPlan, images: ImagesPlan | None, memory_bytes: int) -> list[str]:
+    if images is None or plan.needed_bytes + images.num_bytes <= memory_bytes:
+        return []
+    return [
+        f"too little memory for images: a tower of {images.tower_bytes / GIB:.2f} GiB,"
+        f" {images.kept_bytes / GIB:.2f} of embeddings and {images.encoding_bytes / GIB:.2f} for"
+        f" one of {images.most_pixels:,} pixels, beside {plan.needed_bytes / GIB:.2f}, are more"
+        f" than {memory_bytes / GIB:.2f} GiB; lower engine.image_bytes, engine.kv_cache_gib or the"
+        f" most pixels in {PROCESSOR} (size.longest_edge)"
+    ]
 
 
 def _num_held(plan: KVPlan, engine: EngineSection, num_tokens: int) -> int:

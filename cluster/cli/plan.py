@@ -168,6 +168,11 @@ def plan_view(name: str, gpus: str, plan: ModelPlan) -> Group:
     )
     blocks = f"{plan.num_blocks:,} blocks of {plan.block_size} tokens, {plan.kv_dtype}"
     memory.add_row("KV", _gib(plan.kv_bytes), blocks)
+    if (images := plan.images) is not None:
+        memory.add_row("images: tower", _gib(images.tower_bytes), "read with the first image")
+        memory.add_row("  kept", _gib(images.kept_bytes), "embeddings, at most: engine.image_bytes")
+        how = f"one of {images.most_pixels:,} pixels: larger ones are scaled down"
+        memory.add_row("  encoding", _gib(images.encoding_bytes), how)
     table = Table()
     table.add_column("KV of layers with")
     for head in ("layers", "groups", "bytes a token", *(f"{n:,} tokens, MiB" for n in lengths)):

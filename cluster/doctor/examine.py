@@ -61,6 +61,9 @@ def machine_checks(config: Config) -> dict[str, Check]:
     return {
         "packages": packages,
         "vLLM": lambda: engines.check_vllm(config, on_gpu=bool(system.gpus_at(ROOT))),
+        "images": lambda: engines.check_images(
+            config, software.installed(), on_gpu=bool(system.gpus_at(ROOT))
+        ),
         "KV events": lambda: software.check_events(config.events, software.installed()),
         "CUDA": lambda: software.check_cuda(software.installed(), ROOT),
         "open files": open_files,

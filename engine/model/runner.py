@@ -58,7 +58,8 @@ from kvrelay.engine.model.terms import RowTerms, by_need
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.verify import has_drafts, verify
 from kvrelay.engine.model.vision.pictures import why_no_pillow
-from kvrelay.engine.model.vision.steps import Prepared, StepImages, has_images
+from kvrelay.engine.model.vision.rows import has_images, shifts_of, with_images
+from kvrelay.engine.model.vision.steps import Prepared, StepImages
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
@@ -251,12 +252,12 @@ class ModelRunner:
         self._decode = ops.decode(weights, self._limits) if isinstance(ops, CpuOps) else None
         self._images, tower = None, weights.tower
         self.no_images = refusal_of(Capability.IMAGES, self.traits) or why_no_pillow()
-        if self.config.vision is not None and not self.no_images:
+        encodes = self._member is None or self._member.group.shard.rank == 0
+        if self.config.vision is not None and not self.no_images and encodes:
             if tower is None:
                 self.no_images = f"{self.model_dir} has no tensors of a vision tower"
             else:
-                given = self.config.vision, tower, self._engine.image_bytes
-                self._images = StepImages(*given, self.device)
+                self._images = StepImages(self.config.vision, tower, self._engine.image_bytes)
         most, member = self._engine.adapter_bytes, self._member
         load = AdapterLoader(self.model_dir, self.config, ops, weights, most, self.device)
         total, shard = (list, ALONE) if member is None else (member.total, member.group.shard)
@@ -344,23 +345,29 @@ class ModelRunner:
         """End this step at its next layer, if it runs; from any thread."""
         self._running.abandon(step_id)
 
-    def execute(self, step: Step) -> StepDone:
-        """As `AbandonStep` says of a step that was abandoned; else as `_execute`."""
+    def prepare(self, step: Step) -> Prepared:
+        """What has to be known of images before ranks get the step."""
+        return Prepared(step) if self._images is None else self._images.prepare(step)
+
+    def execute(self, step: Step, prepared: Prepared | None = None) -> StepDone:
+        """As `AbandonStep` says of a step that was abandoned; else as `_execute`. `prepared`: what
+        `prepare` gave, of which `step` was made."""
+        if prepared is None:
+            prepared = self.prepare(step)
+            step = prepared.step
         try:
             with self._running.step(step.step_id):
-                return self._execute(step)
+                return self._execute(step, prepared)
         except Abandoned:
             again, sampled = frozenset(range(len(step.seqs))), [None] * len(step.seqs)
             return StepDone(step.step_id, [*sampled], waiting=again)
 
-    def _execute(self, step: Step) -> StepDone:
+    def _execute(self, step: Step, images: Prepared) -> StepDone:
         """Run `step`: KV of its tokens is written, tokens are sampled where asked. Checksums are
         left to the caller. A sequence outside the pool or the model's length is in `failed`, one
         outside the vocabulary in `invalid`, one that its grammar stops in `ungrammatical`, one
         without what it needs in `waiting` or `unloaded`, one that draws no token in `unsampled`."""
         began = perf_counter()
-        images = Prepared(step) if self._images is None else self._images.prepare(step)
-        step = images.step
         failed, invalid, tables = self._guard.check(step)
         num_seqs, asked = len(step.seqs), step.seqs
         ungrammatical, waiting = dict[int, str](), set[int]()
@@ -371,12 +378,15 @@ class ModelRunner:
         unchecked = failed | invalid
         away, unloaded = self.loads.choose(step.seqs)
         waiting |= away | images.waiting
-        left_out = {*unchecked, *ungrammatical, *waiting, *unloaded, *images.failed}
+        unseen = {
+            i for i, seq in enumerate(step.seqs) if seq.image_rows and seq.image_rows.is_left_out
+        }
+        left_out = {*unchecked, *ungrammatical, *waiting, *unloaded, *unseen}
         if len(left_out) > len(unchecked) and self._member is not None:  # other ranks know none
             seqs = [*step.seqs]
             for index in (*ungrammatical, *waiting):
                 seqs[index] = replace(seqs[index], sampling=GREEDY)
-            step, left_out = replace(step, seqs=seqs), {*unchecked, *unloaded, *away}
+            step, left_out = replace(step, seqs=seqs), {*unchecked, *unloaded, *away, *unseen}
         kept = by_need(step.seqs, (i for i in range(num_seqs) if i not in left_out))
         if kept != [*range(num_seqs)]:
             checked = (index for index in range(num_seqs) if index not in unchecked)
@@ -439,12 +449,11 @@ class ModelRunner:
         loaded: Mapping[bytes, RowTerms],
     ) -> tuple[list[Sampled | None], dict[int, PromptOutputs]]:
         """Runs the step anywhere but on a GPU."""
-        images = self._images
-        if images is not None and not has_images(step.seqs):
-            images = None
-        if self._decode is not None and images is None:
+        vision = self.config.vision if has_images(step.seqs) else None
+        shifts = () if vision is None else shifts_of(step.seqs)
+        if self._decode is not None and shifts is not None:
             step = replace(step, seqs=undrafted(step.seqs))
-            drawn = self._decode.execute(step, tables, masks_of, loaded)
+            drawn = self._decode.execute(step, tables, masks_of, loaded, shifts)
             if drawn is not None:
                 if self._drafter is not None:
                     outputs = self._decode.outputs(step.seqs, drawn)
@@ -453,8 +462,8 @@ class ModelRunner:
         if images is None and has_drafts(step.seqs) and self._verifies:
             return [*self._verify(step, tables, masks_of, loaded)], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
-        if images is not None:
-            batch = images.batch(batch, step.seqs)
+        if vision is not None:
+            batch = with_images(batch, step.seqs, vision)
 
         def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None

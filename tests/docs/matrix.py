@@ -160,6 +160,8 @@ TESTED: dict[Capability, dict[str, str]] = {
     },
     C.IMAGES: {
         **dict.fromkeys(("one process", "torch", "states"), _IMAGES),
+        "ranks": "engine/model/vision/test_image_ranks.py"
+        "::test_ranks_answer_as_one_process_and_as_transformers",
         "vLLM": "worker/test_vllm_images.py"
         "::test_two_images_never_share_a_block_and_one_image_hits",
     },

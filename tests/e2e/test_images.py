@@ -4,10 +4,12 @@ workers die, found again, and refused in words."""
 from __future__ import annotations
 
 import base64
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.support.tiny_qwen_vl import picture
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 MODEL = "seeing"
+LARGE = 1792  # pixels of a side
 
 
 def settings_of(folder: Path) -> dict[str, object]:
@@ -42,6 +45,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings["router.policy"] = "round_robin"  # every prompt is handed over
     with Served(settings) as served:
         yield served
+
+
+def settings_of_large(folder: Path) -> dict[str, object]:
+    """Images may be of several thousand tokens, which take seconds to encode."""
+    settings = settings_of(folder)
+    for name, part, key in (
+        ("preprocessor_config.json", "size", "longest_edge"),
+        ("config.json", "text_config", "max_position_embeddings"),
+    ):
+        file = folder / name
+        content = json.loads(file.read_text())
+        content[part][key] = {"longest_edge": LARGE**2}.get(key, 4096)
+        file.write_text(json.dumps(content))
+    return settings
 
 
 def asking(url: str, *images: bytes, text: str = "What is it?", **more: Any) -> Any:
@@ -109,6 +126,33 @@ def test_streams_go_on_when_a_worker_is_killed(server: Served, name: str) -> Non
     wait_for(server.url, is_idle, 60, "not idle")
     audit = httpx.get(f"{server.url}/audit", timeout=30, auth=OwnKey()).json()
     assert audit["clean"], audit
+
+
+def test_who_is_killed_while_it_encodes_fails_no_request(tmp_path: Path) -> None:
+    settings = settings_of_large(tmp_path) | {"router.policy": "round_robin"}
+    large, texts = picture(12, LARGE, LARGE), ("What is it?", "And what is that?")
+    with Served(settings) as served, ThreadPoolExecutor(4) as pool:
+        url = served.url
+        undisturbed = [said(asking(url, text=text)) for text in texts]
+
+        def is_begun(_: dict[str, Any]) -> bool:
+            return encoded_by_worker(url) == {"prefill-0": 1}
+
+        pid = worker_of(status(url), "prefill-0")["pid"]
+        seeing = pool.submit(asking, url, large, max_tokens=20)
+        wait_for(url, is_begun, 60, "not encoded")
+        assert not seeing.done()
+        others = [pool.submit(asking, url, text=text) for text in texts]
+        os.kill(pid, signal.SIGKILL)
+        answer = seeing.result()
+        assert [said(each.result()) for each in others] == undisturbed
+        encoded = encoded_by_worker(url)["decode-0"]
+        assert encoded == 1, "the worker had encoded it, and was killed too late"
+        wait_for(url, all_up, 120, "not up")
+        assert said(asking(url, large, max_tokens=20)) == said(answer)
+        wait_for(url, is_idle, 60, "not idle")
+        audit = httpx.get(f"{url}/audit", timeout=30, auth=OwnKey()).json()
+        assert audit["clean"], audit
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from kvrelay.worker.model_plan import GPU_BYTES, ModelPlan, plan_model
 from tests.engine.model.checkpoint.published import MODELS
 from tests.engine.model.tiny import HYBRID, make_checkpoint
 from tests.engine.sequences import sequence
+from tests.support import tiny_qwen_vl
 from tests.support.local import LocalCluster
 from tests.worker.test_build import MODEL
 
@@ -65,6 +66,31 @@ def test_a_worker_on_a_cpu_has_what_was_planned(
         assert plan.max_num_seqs == info.max_num_seqs
         windows = [kind.window for kind in plan.kinds for _ in range(kind.num_groups)]
         assert tuple(windows) == (info.group_windows or (0,))
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_images_take_what_their_tower_has_and_settings_say(tmp_path: Path, hybrid: bool) -> None:
+    made = tiny_qwen_vl.make(tmp_path, hybrid=hybrid)
+    model, engine = model_config(tmp_path, EngineSection()), EngineSection(image_bytes=1 << 20)
+    images = plan_model(model, engine, "float32", "none").images
+    assert images is not None
+    assert images.tower_bytes == sum(each.nbytes for each in made.model.visual.parameters())
+    assert (images.kept_bytes, images.most_pixels) == (1 << 20, 40 * tiny_qwen_vl.UNIT**2)
+    assert model.vision is not None
+    half = replace(model.vision, most_pixels=images.most_pixels // 2)
+    assert images.encoding_bytes == 2 * half.most_encoding_bytes
+    on_gpu = plan_model(model, engine, "bfloat16", "none", num_gpus=1, memory_bytes=H100)
+    assert on_gpu.images is None, "images are read on CPUs"
+    sizes = EngineSection(image_bytes=1 << 30, num_blocks=64)
+    enough, short = (
+        plan_model(model, sizes, "float32", "none", memory_bytes=size).problems
+        for size in (2 << 30, 1 << 30)
+    )
+    assert not enough
+    (told,) = short
+    assert told.startswith("too little memory for images: a tower of 0.00 GiB, 1.00 of embeddings")
+    assert "one of 40,960 pixels" in told
+    assert "lower engine.image_bytes" in told
 
 
 def held(model: ModelConfig, plan: ModelPlan, engine: EngineSection, length: int) -> int:

@@ -18,6 +18,7 @@ from kvrelay.engine.identity import OWN, weight_files
 from kvrelay.engine.model.checkpoint import tokenizer
 from kvrelay.engine.model.checkpoint.families import read_config
 from kvrelay.engine.model.checkpoint.mistral import PARAMS_FILE
+from kvrelay.engine.model.checkpoint.vision import PROCESSOR
 from kvrelay.engine.model.config import check_unchanged, versions_of
 from kvrelay.engine.model.errors import ModelError
 
@@ -27,7 +28,10 @@ OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json")  # that other engines read
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "tiktoken.model")
 CONSOLIDATED = "consolidated*"  # weights in Mistral's own format, mostly beside others
 ORIGINAL = "original/*"  # for Llama's own code
-CONFIG_FILES = ("config.json", "params.json", "generation_config.json", "hf_quant_config.json")
+CONFIG_FILES = (
+    *("config.json", "params.json", "generation_config.json", "hf_quant_config.json"),
+    PROCESSOR,
+)
 CODE = "*.py"  # comes with some models, and another engine may run it; ours runs none
 CONFIG_FILE = "config.json"
 HUB_TIMEOUT_S = 10.0

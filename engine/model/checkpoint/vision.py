@@ -7,7 +7,9 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.kv.spec import DTYPE_BYTES
 from kvrelay.engine.model.checkpoint.fields import count, number, numbers, read_json
+from kvrelay.engine.model.checkpoint.quantized_config import float_type
 from kvrelay.engine.model.checkpoint.rope import rope_spec
 from kvrelay.engine.model.errors import ModelError
 from kvrelay.engine.model.vision.config import RESCALED, THETA, Vision
@@ -20,8 +22,15 @@ SECTIONS = {
     "qwen3_5": [11, 11, 10],
     "qwen3_5_moe": [11, 11, 10],
 }
+TAPS = (8, 16, 24)  # of Qwen3-VL's tower, where the file does not say; the others' have none
 ACTIVATION = "gelu_pytorch_tanh"
 BICUBIC = 3
+# Of pictures, and of the tower: what it is there where the file does not say, and of pictures.
+SIZES = (
+    ("patch_size", "patch_size", 16, 14),
+    ("merge_size", "spatial_merge_size", 2, 2),
+    ("temporal_patch_size", "temporal_patch_size", 2, 2),
+)
 
 
 def read_vision(path: Path, raw: Mapping[str, Any]) -> Vision | None:
@@ -49,13 +58,14 @@ def read_vision(path: Path, raw: Mapping[str, Any]) -> Vision | None:
         frames=count(own, "temporal_patch_size", 2),
         out_size=count(own, "out_hidden_size", 3584),
         side=side,
-        taps=tuple(own.get("deepstack_visual_indexes") or ()),
+        taps=tuple(own.get("deepstack_visual_indexes", TAPS)) if kind == "qwen3_vl" else (),
         image_token=count(raw, "image_token_id"),
         section=tuple(map(int, section)),
         least_pixels=count(given, "min_pixels", size.get("shortest_edge", 56 * 56)),
         most_pixels=count(given, "max_pixels", size.get("longest_edge", 28 * 28 * 1280)),
         mean=numbers(given, "image_mean", 3),
         spread=numbers(given, "image_std", 3),
+        bytes_per_number=DTYPE_BYTES[float_type(raw)],
     )
 
 
@@ -67,17 +77,14 @@ def _check(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: vision_config has {key} {own[key]!r}, not {value!r}")
     flags = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
     needed = flags | {"resample": BICUBIC}
-    needed |= {
-        key: count(own, name, default)
-        for key, name, default in (
-            ("patch_size", "patch_size", 16),
-            ("merge_size", "spatial_merge_size", 2),
-            ("temporal_patch_size", "temporal_patch_size", 2),
-        )
-    }
     for key, value in needed.items():
         if given.get(key, value) not in (value, None):
             raise ModelError(f"{PROCESSOR}: {key} {given[key]!r} is not supported, only {value!r}")
+    for key, name, default, unstated in SIZES:
+        value, found = count(own, name, default), count(given, key, unstated)
+        if found != value:
+            stated = "" if given.get(key) else ", which it is where it is not stated,"
+            raise ModelError(f"{PROCESSOR}: {key} {found}{stated} is not supported, only {value}")
     theta = (own.get("rope_parameters") or {}).get("rope_theta", THETA)
     if theta != THETA:
         raise ModelError(f"config.json: vision_config has rope_theta {theta}, not {THETA}")

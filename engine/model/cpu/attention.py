@@ -296,7 +296,7 @@ class CpuAttention:
         if self._quest is not None:
             self._quest.starts, self._quest.bounded = at["starts"], at["bounded"]
         for key, rope in (*self._ropes.items(), *self._index_ropes.items()):
-            rope.positions, rope.slots = at["positions"], rows["slots"][key.group].ctypes.data
+            rope.positions, rope.slots = at["rope_positions"], rows["slots"][key.group].ctypes.data
         return [ctypes.addressof(each) for each in self._attentions.values()]
 
     @property

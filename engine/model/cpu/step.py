@@ -352,16 +352,18 @@ class CpuDecode:
         tables: Sequence[Table],
         masks_of: Masks | None = None,
         loaded: Mapping[bytes, RowTerms] = NOTHING_LOADED,
+        shifts: Sequence[int] = (),
     ) -> list[Sampled] | None:
         """Up to `step.repeats` passes; none follows one that drew a stop token. `tables`: of the
         sequences, as `Guard.check` gives them. `masks_of`: as `Grammars.masks`, for one pass.
-        None: nothing was done, as some are no decodes."""
+        `shifts`: how much lower than its index the position is that a token of each sequence is
+        turned by; (): it is the index. None: nothing was done, as some are no decodes."""
         seqs, request = step.seqs, self._request
         if not all(
             len(seq.tokens) == 1 and seq.sample and seq.outputs_from is None for seq in seqs
         ):
             return None
-        count = self._place(seqs, tables)
+        count = self._place(seqs, tables, shifts)
         lengths = [len(seq.input_tokens) for seq in seqs]
         self._terms = put_terms(request.step, term_rows(seqs, lengths, loaded))
         at, masks = self._rows["draws"]["mask"][:count], None
@@ -411,11 +413,17 @@ class CpuDecode:
                 row = self._rows["query_start"][index]
                 at[row] = counts_of(seq, self._limits.window, room).address
 
-    def _place(self, seqs: Sequence[ScheduledSeq], tables: Sequence[Table]) -> int:
+    def _place(
+        self, seqs: Sequence[ScheduledSeq], tables: Sequence[Table], shifts: Sequence[int] = ()
+    ) -> int:
         """Fills in the rows of `seqs`, and returns how many they are."""
         count = sum(len(seq.input_tokens) for seq in seqs)
         self._make_room(count, sum(len(seq.input_tokens) * seq.end for seq in seqs))
         self._fill(seqs, tables, count)
+        turned = self._rows["rope_positions"][:count]
+        turned[:] = self._rows["positions"][:count]
+        if any(shifts):
+            turned -= np.repeat(shifts, [len(seq.input_tokens) for seq in seqs])
         self._request.step.rows = count
         return count
 
@@ -506,6 +514,7 @@ class CpuDecode:
         self._rows = {
             "tokens": np.zeros(count, np.int64),
             "positions": np.zeros(count, np.int64),
+            "rope_positions": np.zeros(count, np.int64),
             "slots": np.zeros((request.num_groups, count), np.int64),
             "context_len": np.zeros(count, np.int32),
             "query_start": np.zeros(count, np.int32),

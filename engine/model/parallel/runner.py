@@ -299,7 +299,8 @@ class ParallelRunner:
 
     def execute(self, step: Step) -> StepDone:
         """As ModelRunner. Raises RanksLost if a rank has failed."""
-        return self._on_all(step, self._runner.execute)
+        prepared = self._runner.prepare(step)
+        return self._on_all(prepared.step, partial(self._runner.execute, prepared=prepared))
 
     def _launch(self, step: Step) -> Callable[[], StepDone]:
         """As `ModelRunner.launch`, and errors as `execute`."""
@@ -416,7 +417,7 @@ def _check_devices(kind: str, size: int) -> None:
 
 def _lean(seq: ScheduledSeq) -> ScheduledSeq:
     """What ranks need whose tokens do not count: they compute the logits of the same rows."""
-    wanted = seq.sampling
+    wanted, seq = seq.sampling, replace(seq, images=None)
     if not wanted.reads_prompt:
         return replace(seq, sampling=GREEDY, context=[], num_prompt_tokens=0, kept={})
     sampling = replace(GREEDY, prompt_logprobs=wanted.prompt_logprobs, pooling=wanted.pooling)

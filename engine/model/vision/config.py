@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESCALED = 1 / 255  # bytes of a picture become numbers up to 1
+ENCODING_ROWS = 20  # of hidden_size, that a patch takes at the peak: measured
 THETA = 10000.0  # the base of the tower's rotary embedding
 
 
@@ -28,6 +29,7 @@ class Vision:
     most_pixels: int  # or shrunk to these
     mean: tuple[float, ...]  # is subtracted from each colour,
     spread: tuple[float, ...]  # and what is left divided by this
+    bytes_per_number: int = 2  # of the tower, as its files have it
 
     @property
     def unit(self) -> int:
@@ -37,6 +39,24 @@ class Vision:
     @property
     def patch_numbers(self) -> int:
         return 3 * self.frames * self.patch_size**2
+
+    @property
+    def tower_bytes(self) -> int:
+        """What its weights take, once they are read."""
+        width, wide = self.hidden_size, self.intermediate_size
+        merged = width * self.merge_size**2
+        block = 4 * width * width + 2 * width * wide + 9 * width + wide
+        merger = merged * (merged + self.out_size + 1) + self.out_size
+        first = width * (self.patch_numbers + 1 + self.side**2)
+        norms = 2 * width + 2 * merged * len(self.taps)
+        total = first + self.depth * block + (1 + len(self.taps)) * merger + norms
+        return total * self.bytes_per_number
+
+    @property
+    def most_encoding_bytes(self) -> int:
+        """What the largest picture takes while it is encoded, about, in float32."""
+        patches = self.most_pixels // self.patch_size**2
+        return 4 * patches * (self.patch_numbers + ENCODING_ROWS * self.hidden_size)
 
     @property
     def bytes_per_token(self) -> int:

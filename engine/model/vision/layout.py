@@ -54,6 +54,11 @@ class Layout:
         places = enumerate(self.places)
         return [index for index, each in places if each.first < end and start < each.end]
 
+    def shift_from(self, start: int) -> int | None:
+        """By how much tokens from there on have lower positions than their index, however many
+        follow; None: some of an image follow."""
+        return None if self.places and start < self.places[-1].end else int(self.shifts[-1])
+
     def turns(self, start: int, end: int) -> np.ndarray:
         """Positions in time, height and width of tokens `[start, end)`, int64 [3, n]."""
         at = np.arange(start, end, dtype=np.int64)

@@ -8,19 +8,17 @@ sequence, and kept with it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import numpy as np
 import torch
 
-from kvrelay.engine.images import FIRST_STAND_IN, Image, KeptImages
-from kvrelay.engine.model.batch import Batch
+from kvrelay.engine.images import FIRST_STAND_IN, Image, KeptImages, SeqImageRows
 from kvrelay.engine.model.vision.config import Vision
 from kvrelay.engine.model.vision.embeddings import Embeddings, Wanted
 from kvrelay.engine.model.vision.layout import Layout, layout_of
 from kvrelay.engine.model.vision.pictures import ImageError, patches_of
-from kvrelay.engine.model.vision.rows import ImageRows
 from kvrelay.engine.model.vision.tower import Tower
 from kvrelay.engine.step import ScheduledSeq, Step
 
@@ -38,8 +36,9 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step without what no vocabulary has. By index of its sequences: those that are to come
-    again, as images are still encoded, and why others cannot go on."""
+    """A step without what no vocabulary has, whose sequences have their `image_rows`. By index of
+    these: those that are to come again, as images are still encoded, and why others cannot go
+    on."""
 
     step: Step
     waiting: set[int] = field(default_factory=set)
@@ -51,10 +50,9 @@ class Prepared:
 class StepImages:
     """Owned by a runner, and called from the thread that runs its steps."""
 
-    def __init__(self, vision: Vision, tower: Tower, max_bytes: int, device: torch.device) -> None:
+    def __init__(self, vision: Vision, tower: Tower, max_bytes: int) -> None:
         """max_bytes: of embeddings that are kept."""
-        self._vision, self._device = vision, device
-        self._nothing = torch.empty(1, 0, vision.out_size)
+        self._vision = vision
 
         def encode(index: int, image: Image) -> torch.Tensor:
             return tower.encode(*patches_of(index, image, vision))
@@ -62,7 +60,7 @@ class StepImages:
         self.embeddings = Embeddings(encode, max_bytes)
 
     def prepare(self, step: Step) -> Prepared:
-        if not has_images(step.seqs):
+        if all(seq.images is None for seq in step.seqs):
             return Prepared(step)
         seqs, failed = [*step.seqs], dict[int, str]()
         wanted, found = dict[int, list[Wanted]](), Counter[int]()
@@ -87,35 +85,33 @@ class StepImages:
         if wanted:
             waiting, why = self.embeddings.choose(wanted, is_all=len(wanted) == len(seqs))
             failed |= {at: f"request {seqs[at].request_id}: {text}" for at, text in why.items()}
+        for index, seq in enumerate(seqs):
+            if seq.images is not None:
+                is_out = index in failed or index in waiting
+                rows = SeqImageRows(True) if is_out else self._rows(seq, self._known(seq))
+                seqs[index] = replace(seq, image_rows=rows)
         begun = self.embeddings.begun if wanted else found
         counts = {at: (begun[at], found[at]) for at in wanted if begun[at] or found[at]}
-        shown = replace(step, seqs=seqs, repeats=1)
-        return Prepared(shown, waiting, failed, counts, self.embeddings.kept())
+        return Prepared(replace(step, seqs=seqs), waiting, failed, counts, self.embeddings.kept())
 
-    def batch(self, batch: Batch, seqs: Sequence[ScheduledSeq]) -> Batch:
-        """`batch`, which is of `seqs`, with what their images make of its rows."""
-        turns, rows, added, first = [], [], [], 0
-        for seq in seqs:
-            start, end = seq.start, seq.start + len(seq.tokens)
-            if seq.images is None:
-                turns.append(np.tile(np.arange(start, end), (3, 1)))
-            else:
-                layout = self._known(seq).layout
-                turns.append(layout.turns(start, end))
-                for number in layout.overlapping(start, end):
-                    place = layout.places[number]
-                    a, b = max(start, place.first), min(end, place.end)
-                    rows.append(torch.arange(a, b) - start + first)
-                    own = self.embeddings.get(seq.images.each[number].digest)
-                    added.append(own[:, a - place.first : b - place.first])
-            first += end - start
-        given = ImageRows(
-            torch.from_numpy(np.concatenate(turns, axis=1)).to(self._device),
-            self._vision.section,
-            torch.cat([torch.empty(0, dtype=torch.int64), *rows]).to(self._device),
-            (torch.cat(added, dim=1) if added else self._nothing).to(self._device),
-        )
-        return replace(batch, images=given)
+    def _rows(self, seq: ScheduledSeq, known: _Known) -> SeqImageRows:
+        """Of a sequence whose embeddings are there."""
+        start, end, layout = seq.start, seq.start + len(seq.tokens), known.layout
+        if (shift := layout.shift_from(start)) is not None:
+            return SeqImageRows(shift=shift)
+        rows, added = list[np.ndarray](), list[np.ndarray]()
+        assert seq.images is not None
+        for number in layout.overlapping(start, end):
+            place = layout.places[number]
+            a, b = max(start, place.first), min(end, place.end)
+            rows.append(np.arange(a, b) - start)
+            own = self.embeddings.get(seq.images.each[number].digest)
+            added.append(own[:, a - place.first : b - place.first].numpy())
+        turns = layout.turns(start, end)
+        if not rows:
+            return SeqImageRows(turns=turns)
+        whole = np.concatenate(added, axis=1)
+        return SeqImageRows(turns=turns, rows=np.concatenate(rows), added=whole)
 
     def _known(self, seq: ScheduledSeq) -> _Known:
         """Raises ImageError if the prompt's numbers are not those of its images."""
@@ -141,16 +137,14 @@ class StepImages:
         return Wanted(number, seq.images.each[number], count * self._vision.bytes_per_token)
 
     def _shown(self, seq: ScheduledSeq, known: _Known) -> ScheduledSeq:
-        """As the model reads it. Drafts are left out: what verifies them knows no positions."""
+        """As the model reads it. A draft ends where the prompt that it is taken from has an
+        image: what is generated has none."""
         mark, context = self._vision.image_token, known.context
         del context[len(seq.context) :]
         context += [_shown(token, mark) for token in seq.context[len(context) :]]
         tokens = [_shown(token, mark) for token in seq.tokens]
-        return replace(seq, tokens=tokens, context=context, draft_tokens=[], num_drafts=0)
-
-
-def has_images(seqs: Sequence[ScheduledSeq]) -> bool:
-    return any(seq.images is not None for seq in seqs)
+        drafts = [*takewhile(lambda token: token < FIRST_STAND_IN, seq.draft_tokens)]
+        return replace(seq, tokens=tokens, context=context, draft_tokens=drafts)
 
 
 def _shown(token: int, mark: int) -> int:

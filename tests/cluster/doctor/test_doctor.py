@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from kvrelay.cluster.config import Config, build_config
-from kvrelay.cluster.doctor import disk, links, server, software, system
+from kvrelay.cluster.doctor import disk, engines, links, server, software, system
 from kvrelay.cluster.doctor.examine import examine, machine_checks
 from kvrelay.cluster.doctor.findings import Finding, Verdict
 from kvrelay.engine.config import TiersSection
 from kvrelay.kvtransfer.store.folder import FolderLock
 from tests.cluster.state.stores import Server
+from tests.support import tiny_qwen_vl
 from tests.support.s3 import ACCESS_KEY, SECRET_KEY, s3_standin
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -70,6 +71,18 @@ def rdma(tmp_path: Path) -> Path:
     driver.parent.mkdir(parents=True)
     driver.touch()
     return tmp_path
+
+
+def test_a_model_that_reads_images_needs_pillow(tmp_path: Path) -> None:
+    tiny_qwen_vl.make(tmp_path)
+    seeing = settings(model={"name": str(tmp_path)})
+    is_well(engines.check_images(seeing, {"pillow": "12.0"}, on_gpu=False))
+    is_well(engines.check_images(seeing, {}, on_gpu=True))
+    is_well(engines.check_images(settings(), {}, on_gpu=False))
+    found = engines.check_images(seeing, {}, on_gpu=False)
+    is_fault(found, str(tmp_path), "pip install 'kvrelay[images]'", Verdict.WARN)
+    (tmp_path / "preprocessor_config.json").unlink()
+    is_well(engines.check_images(seeing, {}, on_gpu=False))
 
 
 @pytest.mark.slow

@@ -448,6 +448,20 @@ def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn
         model = transformers.AutoModelForCausalLM.from_config(
             kind(**fields), dtype=torch.float32, attn_implementation="eager"
         )
+    vary(model)
+    model.save_pretrained(path, **saving)
+    if kind is transformers.Kimi_K25Config:  # it saves layers by a name that is not published
+        file = path / "model.safetensors"
+        tensors = {
+            re.sub(r"^(language_model.model.)blocks", r"\1layers", name): tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    return model.eval()
+
+
+def vary(model: torch.nn.Module) -> None:
+    """No parameters that are zeros or ones, or alike, where a mistake with them would not show."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "sinks")) or "norm" in name:  # not all zeros or ones
@@ -465,15 +479,6 @@ def write_checkpoint(kind: type, fields: dict, path: Path, **saving) -> torch.nn
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
-    model.save_pretrained(path, **saving)
-    if kind is transformers.Kimi_K25Config:  # it saves layers by a name that is not published
-        file = path / "model.safetensors"
-        tensors = {
-            re.sub(r"^(language_model.model.)blocks", r"\1layers", name): tensor
-            for name, tensor in load_file(file).items()
-        }
-        save_file(tensors, file, metadata={"format": "pt"})
-    return model.eval()
 
 
 def low_precision_kind(name: str) -> int:

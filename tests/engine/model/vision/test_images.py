@@ -3,8 +3,8 @@ log-probabilities of all tokens, however the work is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -16,18 +16,20 @@ import torch
 from PIL import Image as Pictures
 
 from kvrelay.engine.config import EngineSection, ModelSection
-from kvrelay.engine.images import Image, Images
+from kvrelay.engine.images import FIRST_STAND_IN, Image, Images
 from kvrelay.engine.model.cpu.ops import CpuOps
 from kvrelay.engine.model.runner import ModelRunner
 from kvrelay.engine.model.vision.layout import expand, layout_of
 from kvrelay.engine.model.vision.pictures import ImageError, grid_of, patches_of
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.step import ScheduledSeq, Step, StepDone
+from tests.engine.model.talks import Talk
 from tests.support import tiny_qwen_vl
 from tests.support.tiny_qwen_vl import PROCESSOR, picture, prompt_of
 
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
 SIZES = [(64, 96), (200, 40), (33, 500), (300, 300), (17, 18), (96, 96)]
+LONGEST = 20  # of an answer, in tokens
 ENGINE = EngineSection(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=512)
 
 
@@ -72,11 +74,11 @@ class Model:
     def take(self, count: int) -> list[int]:
         return [self.free.pop() for _ in range(count)]
 
-    def run(self, *seqs: ScheduledSeq) -> StepDone:
+    def run(self, *seqs: ScheduledSeq, repeats: int = 1) -> StepDone:
         """Runs a step until no sequence of it waits."""
         for _ in range(200):
             self.steps += 1
-            done = self.runner.execute(Step(self.steps, [*seqs]))
+            done = self.runner.execute(Step(self.steps, [*seqs], repeats=repeats))
             assert done.error is None
             assert not done.has_faults, done
             if not done.waiting:
@@ -229,25 +231,83 @@ def test_texts_beside_them_are_as_without_and_decodes_go_on(model: Model) -> Non
             torch.testing.assert_close(rows_of(done, index), alone[index][number], **how)
 
 
-def test_penalties_count_the_models_tokens_and_drafts_are_left_out(model: Model) -> None:
+def greedy(model: Model, images: Images, count: int) -> list[int]:
+    """What transformers generates."""
+    longer = images
+    for _ in range(count):
+        token = int(model.logits(longer)[-1].argmax())
+        longer = replace(longer, tokens=(*longer.tokens, token))
+    return [*longer.tokens[len(images.tokens) :]]
+
+
+def begun(model: Model, images: Images, **sampling: Any) -> Talk:
+    """A sequence whose prompt is computed, and the first token of its answer drawn."""
+    tokens, drawn = model.named(images), SamplingParams(temperature=0.0, **sampling)
+    talk = Talk(tokens, blocks_for(model, len(tokens) + LONGEST), drawn)
+    go_on(model, [talk], [images])
+    return talk
+
+
+def go_on(
+    model: Model,
+    talks: Sequence[Talk],
+    images: Sequence[Images],
+    repeats: int = 1,
+    drafts: Sequence[Sequence[int]] = ((), ()),
+) -> list[int]:
+    """A step of all of them; returns how many tokens came of each."""
+    shares = [
+        replace(
+            talk.next(draft=draft), request_id=str(id(talk)), images=each if each.each else None
+        )
+        for talk, each, draft in zip(talks, images, drafts, strict=False)
+    ]
+    sampled = model.run(*shares, repeats=repeats).sampled
+    for talk, share, each in zip(talks, shares, sampled, strict=True):
+        talk.take(share, each)
+    return [1 + len(each.more) for each in sampled if each is not None]
+
+
+def test_tokens_after_images_are_those_of_transformers_however_many_at_once(model: Model) -> None:
+    """The kernels compute them in passes, and verify drafts: beside a text, whose positions are its
+    indices."""
+    has_kernels = isinstance(model.runner.ops, CpuOps)
+    both = model.prompt(9, picture(20, 160, 160), 4, picture(21, 40, 200), 9), model.prompt(23)
+    expected = [greedy(model, each, LONGEST) for each in both]
+    assert layout_of(both[0], model.vision).shifts[-1] == 20
+    assert all(len({*each}) > 4 for each in expected)
+
+    one_by_one = [begun(model, each) for each in both]
+    for _ in range(LONGEST - 1):
+        assert go_on(model, one_by_one, both) == [1, 1]
+    in_passes, counts = [begun(model, each) for each in both], set[int]()
+    while len(in_passes[0].output) < LONGEST:
+        counts |= {*go_on(model, in_passes, both, LONGEST - len(in_passes[0].output))}
+    assert (max(counts) > 1) == has_kernels
+    drafted = [begun(model, each) for each in both]
+    stand_in = drafted[0].tokens[12]
+    for wrong in ([], [(expected[0][8] + 1) % 250, 3], [stand_in, 7]):
+        at, other = (len(each.output) for each in drafted)
+        drafts = [expected[0][at : at + 3] + wrong, expected[1][other : other + 1]]
+        assert go_on(model, drafted, both, 1, drafts) == ([4, 2] if has_kernels else [1, 1])
+    assert stand_in >= FIRST_STAND_IN
+    for talks in (one_by_one, in_passes, drafted):
+        for talk, tokens in zip(talks, expected, strict=True):
+            assert talk.output[:LONGEST] == tokens[: len(talk.output)]
+
+
+def test_penalties_count_the_models_tokens(model: Model) -> None:
     images = model.prompt(12, picture(50), 9)
-    tokens, logits = model.named(images), model.logits(images)[-1].clone()
+    logits = model.logits(images)[-1].clone()
     seen = torch.tensor(sorted({*expand(images, model.vision).tokens}))
     logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 9.0, logits[seen] * 9.0)
-    sampling = SamplingParams(temperature=0.0, repetition_penalty=9.0)
-
-    def second(drafts: list[int]) -> Any:
-        """What is drawn after the first token of the answer."""
-        table, own = blocks_for(model, len(tokens) + 4), {"images": images, "kept": {}}
-        prompt = ScheduledSeq(*("r", tokens, 0, table, True, sampling, tokens, len(tokens)), **own)
-        (first,) = model.run(prompt).sampled
-        assert first is not None
-        assert first.token == int(logits.argmax())
-        longer = [*tokens, first.token]
-        last = "r", longer[-1:], len(tokens), table, True, sampling, longer, len(tokens)
-        return model.run(ScheduledSeq(*last, draft_tokens=drafts, **own)).sampled
-
-    assert second([tokens[14], 3]) == second([])  # as n-grams find them: an image's is among them
+    talk, other = (begun(model, images, repetition_penalty=9.0) for _ in range(2))
+    assert talk.output == [int(logits.argmax())]
+    for _ in range(8):
+        go_on(model, [talk], [images], drafts=[[talk.tokens[14], 3]])  # as n-grams find them
+    while len(other.output) < len(talk.output):
+        go_on(model, [other], [images], repeats=len(talk.output) - len(other.output))
+    assert talk.output == other.output
 
 
 def test_an_image_is_encoded_once(model: Model) -> None:
@@ -289,6 +349,7 @@ def test_settings_that_are_not_known_end_the_start(tmp_path: Path) -> None:
         ({"do_resize": False}, "do_resize False is not supported, only True"),
         ({"rescale_factor": 0.5}, "rescale_factor 0.5 is not 1 / 255"),
         ({"patch_size": 14}, "patch_size 14 is not supported, only 16"),
+        ({"patch_size": None}, "patch_size 14, which it is where it is not stated, is not"),
         ({"image_mean": [0.5]}, "image_mean is 1 numbers, a list of 3 numbers is needed"),
     ):
         file = tmp_path / "preprocessor_config.json"

@@ -124,6 +124,7 @@ typedef struct {
     const int32_t *query_len;     /* [num_seqs]: rows of each, one after the other */
     int32_t *context_len;         /* [num_seqs] */
     int64_t *tokens, *positions;  /* [rows]: inputs of the next pass */
+    int64_t *rope_positions;      /* [rows]: what queries and keys are turned by; lower behind images */
     int64_t *slots;               /* [num_groups, capacity]: `rows` are used, as of `Rope` */
     States *states;               /* [num_state_groups], the last ones of all groups */
     Draw *draws;                  /* [rows] */

@@ -152,7 +152,7 @@ int64_t kvr_decode(const Decode *d) {
             stopped |= is_stop(d, s, drawn[s]);
             d->tokens[s] = drawn[s];
             if (d->draws[s].counts) kvr_count(d->draws[s].counts, (int32_t)drawn[s]);
-            if (!d->last_positions || d->positions[s] < d->last_positions[s]) d->positions[s]++;
+            if (!d->last_positions || d->positions[s] < d->last_positions[s]) d->positions[s]++, d->rope_positions[s]++;
         }
         if (stopped || (now() - began) * (double)(passes + 1) > d->burst_s * (double)passes) return passes;
     }
