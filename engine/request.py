@@ -63,7 +63,7 @@ class Pooling(StrEnum):
 
     MEAN = "mean"
     LAST = "last"
-    CLS = "cls"  # of its first token, where encoders have one for this
+    CLS = "cls"  # the first token's, which encoders have for this
 
 
 @dataclass(frozen=True, slots=True)

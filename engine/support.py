@@ -233,7 +233,7 @@ _NO_EDITS = "vLLM's runner for GPUs, and one with vLLM's drafts, has no budget f
 _ONLY_POOLS = _no("engine", _POOLS, Trait.VLLM, Trait.POOLING)
 _STATES_OF_RANKS = (Trait.GPU, Trait.STATES, Trait.RANKS)
 
-_OWN_DRAFTS = "workers that run vllm draft by engine.arguments.speculative_config alone"
+_OWN_DRAFTS = "vLLM drafts by engine.arguments.speculative_config alone"
 _OF_DRAFTERS = (
     _no("engine", _OWN_DRAFTS, Trait.VLLM),
     _no("ranks", _OF_MODEL, Trait.RANKS),
