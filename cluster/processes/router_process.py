@@ -106,7 +106,7 @@ class RouterProcess:
         tokenizers: Mapping[str, Any] | None = None,
     ) -> None:
         """`to_server`: begins what an operator orders of the whole server; `tokenizers`: by model,
-        where they are loaded."""
+        if they are loaded already."""
         self.config = spec.config
         self.served_models = dict(spec.models)
         self._spec = spec
