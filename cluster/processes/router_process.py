@@ -563,7 +563,7 @@ def _router_config(config: Config) -> RouterConfig:
 async def load_tokenizers(
     models: Mapping[str, ServedModel], configs: Mapping[str, Config]
 ) -> dict[str, Any]:
-    """By model; the API's libraries first."""
+    """Returns them by model; it loads the libraries of the API first."""
     return {
         name: await asyncio.to_thread(_load_tokenizer, model.path, configs[name])
         for name, model in models.items()
