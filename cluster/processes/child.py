@@ -2,7 +2,7 @@
 
 `python -m kvrelay.cluster.processes.child KIND NAME FD`: KIND is `router` or `controller`; NAME
 says in `ps` which it is. FD is a channel (`engine.wire.channel`): first comes a ControlSpec, or a
-RouterOrder (after a LoadRouter, where it succeeds another). A process whose channel is at its end
+RouterOrder (after a LoadRouter, if it succeeds another). A process whose channel is at its end
 has lost its supervisor, and ends."""
 
 from __future__ import annotations

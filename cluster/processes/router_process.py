@@ -106,7 +106,7 @@ class RouterProcess:
         tokenizers: Mapping[str, Any] | None = None,
     ) -> None:
         """`to_server`: begins what an operator orders of the whole server; `tokenizers`: by model,
-        where they are loaded."""
+        if they are loaded already."""
         self.config = spec.config
         self.served_models = dict(spec.models)
         self._spec = spec
@@ -567,7 +567,7 @@ def _router_config(config: Config) -> RouterConfig:
 async def load_tokenizers(
     models: Mapping[str, ServedModel], configs: Mapping[str, Config]
 ) -> dict[str, Any]:
-    """By model; the API's libraries first."""
+    """Returns them by model; it loads the libraries of the API first."""
     return {
         name: await asyncio.to_thread(_load_tokenizer, model.path, configs[name])
         for name, model in models.items()

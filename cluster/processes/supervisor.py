@@ -384,7 +384,7 @@ class Supervisor:
                 left.kill()
 
     async def _load_successor(self, name: NodeId) -> None:
-        """Raises HandoverError, TimeoutError."""
+        """Starts its process and waits until it has loaded. Raises HandoverError, TimeoutError."""
         assert self._models is not None
         loaded = self._loaded[name] = self._loop.create_future()
         child = self._successors[name] = self._router(name)

@@ -95,6 +95,8 @@ NEW_IN_CHANNELS = {
     "PreparedModels": "by a supervisor to its controller",
     "Handover": "by a supervisor to the one that it becomes, after a trial that reads one",
     "ChangeModels": "by a router whose supervisor has said that it is of the same version",
+    "LoadRouter": "by a supervisor to a process that it has started",
+    "RouterLoaded": "by a process that was told to load",
     "UseModels": "by a supervisor to routers that it has started",
     "ModelsUsed": "by a router that was told to",
     "ControllerListens": "by a controller to its supervisor",
