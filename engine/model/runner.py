@@ -459,7 +459,7 @@ class ModelRunner:
                     outputs = self._decode.outputs(step.seqs, drawn)
                     self._keep_drafter(step, tables, drawn, outputs if len(outputs) else None)
                 return [*drawn], {}
-        if images is None and has_drafts(step.seqs) and self._verifies:
+        if vision is None and has_drafts(step.seqs) and self._verifies:
             return [*self._verify(step, tables, masks_of, loaded)], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
         if vision is not None:
@@ -600,7 +600,7 @@ class ModelRunner:
 
     def _measured_graphs(self) -> int:
         """Bytes that captured decode passes will take; a pool of one block is enough to know."""
-        if isinstance(self._own_ops, CpuOps | TorchOps) or not self._engine.cuda_graphs:
+        if isinstance(self.own_ops, CpuOps | TorchOps) or not self._engine.cuda_graphs:
             return 0
         from kvrelay.engine.model.gpu.decode import DecodePasses
         from kvrelay.engine.model.gpu.steps import measured_graphs
@@ -615,7 +615,7 @@ class ModelRunner:
 
         if self._member is not None:
             return {"group": self._member.group}
-        own = self._own_ops
+        own = self.own_ops
         return {"replay": own.replay if isinstance(own, TritonOps) else None}
 
     def _ops(self, num_threads: int) -> Ops:
