@@ -92,7 +92,7 @@ class KeptImages:
 class SeqImageRows:
     """What one sequence has of images in a step. Arrays, since ranks get them in a message."""
 
-    is_left_out: bool = False  # of the step: images are still encoded, or cannot be
+    is_left_out: bool = False  # images are still encoded, or cannot be
     # By how much its tokens have lower positions than their index; None: `turns` has them.
     shift: int | None = None
     turns: np.ndarray | None = None  # [3, n] int64

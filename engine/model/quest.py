@@ -15,10 +15,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvrelay.engine.step import ScheduledSeq
-
 LEAST_TOKENS = 512  # are always read: a choice among fewer saves nothing
 NEVER = np.iinfo(np.int32).max
+
+
+class Reading(Protocol):
+    """What a sequence has in a step (`ScheduledSeq`), as far as pages are concerned."""
+
+    tokens: list[int]
+    start: int
+    sample: bool
+    num_prompt_tokens: int
+    reads_pages: bool
 
 
 class Bounded(Protocol):
@@ -47,14 +55,14 @@ class Quest:
         return layer >= self.dense_layers and not window
 
 
-def starts_of(seqs: Sequence[ScheduledSeq]) -> np.ndarray:
+def starts_of(seqs: Sequence[Reading]) -> np.ndarray:
     """The position of each from which on queries choose pages, [S] int32: its outputs', whoever
     computes them again."""
     starts = [seq.num_prompt_tokens if seq.reads_pages else NEVER for seq in seqs]
     return np.array(starts, np.int32)
 
 
-def bounded_of(seqs: Sequence[ScheduledSeq], tables: Sequence[Bounded], size: int) -> np.ndarray:
+def bounded_of(seqs: Sequence[Reading], tables: Sequence[Bounded], size: int) -> np.ndarray:
     """The rows of each whose bounds are there, [S] int32: no more than its full ones, as rejected
     draft tokens may have been in others."""
     both = zip(seqs, tables, strict=True)
@@ -69,9 +77,7 @@ class PageReads:
     bounded: torch.Tensor  # [S] int32
 
     @staticmethod
-    def of(
-        seqs: Sequence[ScheduledSeq], tables: Sequence[Bounded], block_size: int
-    ) -> PageReads | None:
+    def of(seqs: Sequence[Reading], tables: Sequence[Bounded], block_size: int) -> PageReads | None:
         """None where no sequence chooses pages."""
         if not any(seq.reads_pages for seq in seqs):
             return None
@@ -82,7 +88,7 @@ class PageReads:
         return PageReads(self.starts[seqs], self.bounded[seqs])
 
 
-def keep_bounds(seqs: Sequence[ScheduledSeq], tables: Sequence[Bounded], size: int) -> None:
+def keep_bounds(seqs: Sequence[Reading], tables: Sequence[Bounded], size: int) -> None:
     """A batch has passed all layers. The last of them has seen the rows that are sampled alone."""
     for seq, table in zip(seqs, tables, strict=True):
         last = seq.start + len(seq.tokens) - 1

@@ -58,8 +58,14 @@ from kvrelay.engine.model.terms import RowTerms, by_need
 from kvrelay.engine.model.torch_ops import TorchOps
 from kvrelay.engine.model.verify import has_drafts, verify
 from kvrelay.engine.model.vision.pictures import why_no_pillow
-from kvrelay.engine.model.vision.rows import has_images, shifts_of, with_images
-from kvrelay.engine.model.vision.steps import Prepared, StepImages
+from kvrelay.engine.model.vision.steps import (
+    Prepared,
+    StepImages,
+    has_images,
+    image_rows,
+    images_left_out,
+    shifts_of,
+)
 from kvrelay.engine.model.weights import Weights
 from kvrelay.engine.request import PromptOutputs, SamplingParams
 from kvrelay.engine.step import NO_TOKEN, Launch, Sampled, ScheduledSeq, Step, StepDone
@@ -378,9 +384,7 @@ class ModelRunner:
         unchecked = failed | invalid
         away, unloaded = self.loads.choose(step.seqs)
         waiting |= away | images.waiting
-        unseen = {
-            i for i, seq in enumerate(step.seqs) if seq.image_rows and seq.image_rows.is_left_out
-        }
+        unseen = images_left_out(step.seqs)
         left_out = {*unchecked, *ungrammatical, *waiting, *unloaded, *unseen}
         if len(left_out) > len(unchecked) and self._member is not None:  # other ranks know none
             seqs = [*step.seqs]
@@ -463,7 +467,7 @@ class ModelRunner:
             return [*self._verify(step, tables, masks_of, loaded)], {}
         batch = Batch.from_step(step, self._limits, self.device, tables, loaded)
         if vision is not None:
-            batch = with_images(batch, step.seqs, vision)
+            batch = replace(batch, images=image_rows(step.seqs, vision, self.device))
 
         def draw(logits: torch.Tensor, asked: list[ScheduledSeq]) -> list[Sampled]:
             masks = masks_of([replace(seq, draft_tokens=[]) for seq in asked]) if masks_of else None

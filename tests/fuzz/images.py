@@ -56,8 +56,8 @@ FIRST_MARK = tiny.VOCAB - 4
 MARKS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 TOKENS = {mark: FIRST_MARK + index for index, mark in enumerate(MARKS)}
 ENGINE = EngineSection(num_blocks=128, block_size=16, max_num_seqs=2, max_model_len=tiny.MAX_LEN)
-LAST_BIT = 2.0**-24  # of float32, relative
-LONGEST = 320  # of a prompt, in tokens
+LAST_BIT = 2.0**-24  # float32's, relative
+LONGEST = 320  # prompt, in tokens
 
 
 def section(draw: Draw, half: int) -> list[int]:
@@ -282,7 +282,7 @@ def expected(model: Any, path: Path, images: Images, dtype: torch.dtype) -> torc
 
 
 def got(path: Path, ops: str, images: Images, cuts: Sequence[int]) -> torch.Tensor:
-    """The same by a runner, whose steps end at `cuts`."""
+    """A runner's, whose steps end at `cuts`."""
     with ExitStack() as stack:
         if ops == "torch":
             none = kernels.KernelsUnavailable("none here")

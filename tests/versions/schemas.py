@@ -91,6 +91,8 @@ class Table:
 
 
 NOT_SENT = {  # values of enums
+    # Who asks for it in an upgrade is answered by a worker of the new version, or by none.
+    "Pooling": ["cls"],
     # The first two are announced as "host", blocks of the last in fields of their own.
     "Tier": ["orphaned", "packed", "object"],
     # Only to who has asked for an adapter, or for one version of the weights; and by workers that

@@ -39,6 +39,8 @@ REFUSED_SETTINGS: dict[str, Any] = {
     "engine.drafter": "mtp",
     "engine.max_failed_steps": 1,
     "engine.image_bytes": 1,
+    "engine.quest_budget": 0.5,
+    "engine.quest_dense_layers": 5,
 }
 READ_BY_THE_WORKER = {
     *(

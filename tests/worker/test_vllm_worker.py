@@ -455,7 +455,7 @@ def test_output_that_comes_out_otherwise_is_refused_and_never_sent() -> None:
         (
             replace(WORK, sampling=replace(GREEDY, pooling=Pooling.LAST)),
             Refusal.UNSUPPORTED,
-            "compute no embeddings",
+            "runner = 'pooling' compute embeddings",
         ),
         (
             replace(WORK, sampling=replace(GREEDY, reasoning=ReasoningBudget(4, 2))),

@@ -22,10 +22,10 @@ SECTIONS = {
     "qwen3_5": [11, 11, 10],
     "qwen3_5_moe": [11, 11, 10],
 }
-TAPS = (8, 16, 24)  # of Qwen3-VL's tower, where the file does not say; the others' have none
+TAPS = (8, 16, 24)  # where Qwen3-VL's file does not say; the others have none
 ACTIVATION = "gelu_pytorch_tanh"
 BICUBIC = 3
-# Of pictures, and of the tower: what it is there where the file does not say, and of pictures.
+# Name of pictures' size and of the tower's; the latter where the file does not say, and the former.
 SIZES = (
     ("patch_size", "patch_size", 16, 14),
     ("merge_size", "spatial_merge_size", 2, 2),

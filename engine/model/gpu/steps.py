@@ -150,14 +150,14 @@ class GpuSteps:
         masks = masks_of(seqs) if masks_of else None
         rows = [row for seq in seqs for row in rows_of(seq)]
         sampled = iter(self._edited(wait(), passes.logits[: len(rows)], rows, masks))
-        verified = [verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
+        found = [verified(seq, [next(sampled) for _ in seq.input_tokens]) for seq in seqs]
         if self._limits.num_state_groups and len(rows) > len(seqs):
             counts: list[int] = []  # by row: those without drafts have stored their states
-            for seq, each in zip(seqs, verified, strict=True):
+            for seq, each in zip(seqs, found, strict=True):
                 drafts = len(seq.draft_tokens)
                 counts += [1 + len(each.more) if drafts else 0, *[0] * drafts]
             passes.replay(len(rows), counts)
-        return verified
+        return found
 
     def _ragged(
         self, step: Step, tables: Sequence[Table] | None, masks_of: Masks | None

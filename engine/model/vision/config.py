@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RESCALED = 1 / 255  # bytes of a picture become numbers up to 1
-ENCODING_ROWS = 20  # of hidden_size, that a patch takes at the peak: measured
+ENCODING_ROWS = 20  # a patch takes so many numbers of hidden_size at the peak: measured
 THETA = 10000.0  # the base of the tower's rotary embedding
 
 
@@ -29,7 +29,7 @@ class Vision:
     most_pixels: int  # or shrunk to these
     mean: tuple[float, ...]  # is subtracted from each colour,
     spread: tuple[float, ...]  # and what is left divided by this
-    bytes_per_number: int = 2  # of the tower, as its files have it
+    bytes_per_number: int = 2  # as the tower's files have it
 
     @property
     def unit(self) -> int:

@@ -8,6 +8,7 @@ sequence, and kept with it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -19,6 +20,7 @@ from kvrelay.engine.model.vision.config import Vision
 from kvrelay.engine.model.vision.embeddings import Embeddings, Wanted
 from kvrelay.engine.model.vision.layout import Layout, layout_of
 from kvrelay.engine.model.vision.pictures import ImageError, patches_of
+from kvrelay.engine.model.vision.rows import ImageRows
 from kvrelay.engine.model.vision.tower import Tower
 from kvrelay.engine.step import ScheduledSeq, Step
 
@@ -95,7 +97,7 @@ class StepImages:
         return Prepared(replace(step, seqs=seqs), waiting, failed, counts, self.embeddings.kept())
 
     def _rows(self, seq: ScheduledSeq, known: _Known) -> SeqImageRows:
-        """Of a sequence whose embeddings are there."""
+        """What it has in the step, where its embeddings are there."""
         start, end, layout = seq.start, seq.start + len(seq.tokens), known.layout
         if (shift := layout.shift_from(start)) is not None:
             return SeqImageRows(shift=shift)
@@ -149,3 +151,46 @@ class StepImages:
 
 def _shown(token: int, mark: int) -> int:
     return mark if token >= FIRST_STAND_IN else token
+
+
+def has_images(seqs: Sequence[ScheduledSeq]) -> bool:
+    return any(seq.image_rows is not None for seq in seqs)
+
+
+def images_left_out(seqs: Sequence[ScheduledSeq]) -> set[int]:
+    """Indices of those whose images are still encoded, or cannot be."""
+    rows = enumerate(seq.image_rows for seq in seqs)
+    return {index for index, each in rows if each is not None and each.is_left_out}
+
+
+def shifts_of(seqs: Sequence[ScheduledSeq]) -> list[int] | None:
+    """By how much the tokens of each have lower positions than their index; None: some have no such
+    number, as tokens of images are among theirs or follow."""
+    found = [0 if seq.image_rows is None else seq.image_rows.shift for seq in seqs]
+    known = [shift for shift in found if shift is not None]
+    return known if len(known) == len(found) else None
+
+
+def image_rows(seqs: Sequence[ScheduledSeq], vision: Vision, device: torch.device) -> ImageRows:
+    """What a batch of `seqs` has of their images."""
+    turns, rows, first = list[np.ndarray](), [np.empty(0, np.int64)], 0
+    added = list[np.ndarray]()
+    for seq in seqs:
+        start, end = seq.start, seq.start + len(seq.tokens)
+        own = seq.image_rows or SeqImageRows(shift=0)
+        if own.turns is None:
+            assert own.shift is not None
+            turns.append(np.tile(np.arange(start, end) - own.shift, (3, 1)))
+        else:
+            turns.append(own.turns)
+        if own.rows is not None and own.added is not None:
+            rows.append(own.rows + first)
+            added.append(own.added)
+        first += end - start
+    put = np.concatenate(added, axis=1) if added else np.empty((1, 0, vision.out_size), np.float32)
+    return ImageRows(
+        torch.from_numpy(np.concatenate(turns, axis=1)).to(device),
+        vision.section,
+        torch.from_numpy(np.concatenate(rows)).to(device),
+        torch.from_numpy(put).to(device),
+    )

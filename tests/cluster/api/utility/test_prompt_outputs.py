@@ -167,7 +167,7 @@ def test_many_vectors_are_written_between_other_work(served: Served) -> None:
         ({"dimensions": 0}, "dimensions"),
         ({"dimensions": 5}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
-        ({"pooling": "cls"}, "pooling"),
+        ({"pooling": "max"}, "pooling"),
     ],
 )
 def test_wrong_fields_are_named(served: Served, change: dict[str, Any], param: str) -> None:

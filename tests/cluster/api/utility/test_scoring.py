@@ -93,7 +93,7 @@ def test_texts_keep_as_many_tokens_as_is_said(served: Served, tokenizer: Tokeniz
         ({"documents": "long " * 600}, "documents"),
         ({"documents": ["a"] * 2048}, "documents"),
         ({"top_n": -1}, "top_n"),
-        ({"pooling": "cls"}, "pooling"),
+        ({"pooling": "max"}, "pooling"),
     ],
 )
 def test_wrong_fields_of_a_rerank_are_named(

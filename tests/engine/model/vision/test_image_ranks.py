@@ -34,7 +34,7 @@ from tests.support.tiny_qwen_vl import picture
 def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Model, Model]]:
-    """Of one process, and of two."""
+    """One process, and two ranks."""
     path = tmp_path_factory.mktemp("ranks")
     theirs = tiny_qwen_vl.make(path, hybrid=request.param)
     alone = ModelRunner(path, ModelSection(device="cpu", dtype="float32"), ENGINE)

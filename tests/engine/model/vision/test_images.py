@@ -29,7 +29,7 @@ from tests.support.tiny_qwen_vl import PROCESSOR, picture, prompt_of
 
 CLOSE = {"rtol": 0.0, "atol": 1e-4}
 SIZES = [(64, 96), (200, 40), (33, 500), (300, 300), (17, 18), (96, 96)]
-LONGEST = 20  # of an answer, in tokens
+LONGEST = 20  # answer, in tokens
 ENGINE = EngineSection(num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=512)
 
 
@@ -232,7 +232,7 @@ def test_texts_beside_them_are_as_without_and_decodes_go_on(model: Model) -> Non
 
 
 def greedy(model: Model, images: Images, count: int) -> list[int]:
-    """What transformers generates."""
+    """What it generates next, by transformers."""
     longer = images
     for _ in range(count):
         token = int(model.logits(longer)[-1].argmax())
