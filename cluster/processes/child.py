@@ -79,7 +79,7 @@ async def run_router(parent: Parent) -> int:
         set_up(order.config.log, order.router)
         try:
             tokenizers = await load_tokenizers(order.models, order.config.by_model())
-        except Exception as error:  # of whatever reads them
+        except Exception as error:  # whatever reads them has raised
             parent.send(GaveUp(f"{order.router}: {type(error).__name__}: {first_line(error)}"))
             return 1
         parent.send(RouterLoaded(order.router))

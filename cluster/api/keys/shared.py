@@ -125,7 +125,7 @@ class SharedKeyStore:
 
     @_plainly
     def delete(self, ids: list[str], today: int) -> None:
-        """Forgets keys; usage expires."""
+        """Keys are forgotten; their usage expires by itself."""
         if not ids:
             return
         with self._redis.pipeline() as pipe:

@@ -166,25 +166,25 @@ async def test_a_day_has_its_own_budget(opened: Open) -> None:
 async def test_buckets_lose_only_what_others_take_while_they_are_followed(opened: Open) -> None:
     now = [20_000 * 86_400.0]
     first, second = (Keys(opened(), clock=lambda: now[0]) for _ in range(2))
-    told: list[Taken] = []
-    second.on_taken = lambda key, taken: told.append(taken)
+    taken_now: list[Taken] = []
+    second.on_taken = lambda key, taken: taken_now.append(taken)
     key, _ = await first.create(NEW)
     first.take(key, 5, 50)
     await tick(first)
     second.take(key, 1, 1)  # what was before its first call is no news
     await tick(second, second)
-    assert told == []
+    assert taken_now == []
     first.take(key, 1, 7)
     second.take(key, 1, 1)
     await tick(first, second, second)
-    assert told == [Taken(1, 7)]
+    assert taken_now == [Taken(1, 7)]
     now[0] += 300.0
     await tick(second)
     first.take(key, 4, 40)
     await tick(first)
     second.take(key, 1, 1)
     await tick(second)
-    assert told == [Taken(1, 7)]
+    assert taken_now == [Taken(1, 7)]
 
 
 async def test_of_a_clock_that_asks_at_once_all_are_answered(opened: Open) -> None:
