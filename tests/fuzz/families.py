@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -590,7 +590,10 @@ def compare_fields(
             into.worst = max(into.worst, worst)
 
 
-def fuzz(family: str, count: int, seed: int) -> Outcome:
+Compare = Callable[[str, int, Outcome], object]  # one configuration of a family, by its number
+
+
+def fuzz(family: str, count: int, seed: int, compare: Compare = compare) -> Outcome:
     """`count` configurations from number `seed` on."""
     outcome = Outcome()
     for number in range(seed, seed + count):
@@ -607,16 +610,18 @@ def lines_of(family: str, outcome: Outcome, took_s: float) -> Iterator[str]:
     yield from (f"  DIFFERENT {each}" for each in outcome.different)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--family", action="append", choices=sorted(FAMILIES))
+def main(
+    families: Collection[str] = FAMILIES, compare: Compare = compare, about: str = __doc__ or ""
+) -> None:
+    parser = argparse.ArgumentParser(description=about.split("\n\n")[0])
+    parser.add_argument("--family", action="append", choices=sorted(families))
     parser.add_argument("--count", type=int, default=200, help="configurations of each family")
     parser.add_argument("--seed", type=int, default=0, help="number of the first one")
     options = parser.parse_args()
     is_wrong = False
-    for family in options.family or FAMILIES:
+    for family in options.family or families:
         began = time.monotonic()
-        outcome = fuzz(family, options.count, options.seed)
+        outcome = fuzz(family, options.count, options.seed, compare)
         for line in lines_of(family, outcome, time.monotonic() - began):
             print(line, flush=True)
         is_wrong |= bool(outcome.different) or not outcome.compared

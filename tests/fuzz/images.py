@@ -10,11 +10,8 @@ refused by name.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -47,7 +44,7 @@ from tests.fuzz.families import (
     delta,
     delta_moe,
     dim_of,
-    lines_of,
+    main,
     shape,
 )
 from tests.support.tiny_qwen_vl import picture
@@ -304,29 +301,5 @@ def got(path: Path, ops: str, images: Images, cuts: Sequence[int]) -> torch.Tens
     return torch.cat(rows).double()
 
 
-def fuzz(family: str, count: int, seed: int) -> Outcome:
-    """`count` configurations from number `seed` on."""
-    outcome = Outcome()
-    for number in range(seed, seed + count):
-        compare(family, number, outcome)
-    return outcome
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--family", action="append", choices=sorted(FAMILIES))
-    parser.add_argument("--count", type=int, default=200, help="configurations of each family")
-    parser.add_argument("--seed", type=int, default=0, help="number of the first one")
-    options = parser.parse_args()
-    is_wrong = False
-    for family in options.family or FAMILIES:
-        began = time.monotonic()
-        outcome = fuzz(family, options.count, options.seed)
-        for line in lines_of(family, outcome, time.monotonic() - began):
-            print(line, flush=True)
-        is_wrong |= bool(outcome.different) or not outcome.compared
-    sys.exit(is_wrong)
-
-
 if __name__ == "__main__":
-    main()
+    main(FAMILIES, compare, __doc__ or "")

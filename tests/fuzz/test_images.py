@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.model import tiny
-from tests.fuzz.families import Draw, Fields, Outcome
-from tests.fuzz.images import FAMILIES, compare_fields, fuzz
+from tests.fuzz.families import Draw, Fields, Outcome, fuzz
+from tests.fuzz.images import FAMILIES, compare, compare_fields
 
 COUNT, SEED = 4, 1000
 TOWER = {
@@ -27,7 +27,7 @@ FOUND: dict[str, tuple[str, Fields]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_configurations_give_the_log_probabilities_of_transformers(family: str) -> None:
-    outcome = fuzz(family, COUNT, SEED)
+    outcome = fuzz(family, COUNT, SEED, compare)
     assert not outcome.different, "\n".join(outcome.different)
     assert outcome.compared >= COUNT // 2, (outcome.refused, outcome.impossible)
 
