@@ -39,7 +39,8 @@ def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedP
 @pytest.mark.slow
 def test_nothing_else_imports_an_extra() -> None:
     parts = ("redis", "redis_client", "index_keys", "session_keys", "lease")
-    own = ["cluster.api.batches.shared", *(f"cluster.state.{part}" for part in parts)]
+    own = ["cluster.api.batches.shared", "cluster.api.keys.shared"]
+    own += [f"cluster.state.{part}" for part in parts]
     # Which only vLLM's environment imports.
     own += [f"decode_worker.vllm.{part}" for part in ("connector", "edits")]
     modules = [name for name in Structure(ROOT).files if name not in own]

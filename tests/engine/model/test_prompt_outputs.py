@@ -130,10 +130,10 @@ def test_embeddings_are_those_of_transformers(
     params = SamplingParams(max_tokens=1, pooling=pooling)
     outputs, _ = computed(runner, prompt, chunks, params)
     states = expected[1]
-    wanted = states.mean(dim=0) if pooling is Pooling.MEAN else states[-1]
+    ways = {Pooling.MEAN: states.mean(dim=0), Pooling.LAST: states[-1], Pooling.CLS: states[0]}
     assert outputs.logprobs == ()
     np.testing.assert_allclose(
-        np.frombuffer(outputs.embedding, np.float32), wanted.numpy(), atol=2e-3, rtol=1e-3
+        np.frombuffer(outputs.embedding, np.float32), ways[pooling].numpy(), atol=2e-3, rtol=1e-3
     )
 
 

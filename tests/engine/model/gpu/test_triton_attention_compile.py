@@ -23,7 +23,8 @@ def compile_cases(folder: Path, *args: str) -> list[str]:
 
 @pytest.mark.slow
 def test_decode_over_fp8_compiles_without_a_gpu(tmp_path):
-    decode, merge = compile_cases(tmp_path, "decode fp8", "--sm", "90")
+    splits, decode, merge = compile_cases(tmp_path, "decode fp8", "--sm", "90")
+    assert "_list" in splits
     assert "_decode" in decode
     assert "_merge" in merge
     assert "spilled 0" in decode
