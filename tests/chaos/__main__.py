@@ -34,7 +34,6 @@ from tests.chaos.network import Hosts, what_is_missing
 from tests.chaos.peer import Deployment, Peer
 from tests.chaos.users import Agent, Batches
 
-UP_WITHIN_S = 90.0
 NOTICED_S = 1.0  # before that, a system may not know of a fault
 SETTLE_S = 5.0  # for streams, after everything is up and before the next fault
 MAX_SILENCE_S = 3.0

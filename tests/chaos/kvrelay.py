@@ -213,6 +213,7 @@ class OnHosts(System):
     """
 
     kinds: Mapping[str, str] = {**KINDS, "Redis": r"valkey-server "}
+    up_within_s = 240.0  # without its GCS, all of Ray starts anew: 72 s on an idle machine
 
     def __init__(self, hosts: Hosts, tls: bool = False, first: str = "") -> None:
         super().__init__()
