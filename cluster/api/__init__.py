@@ -1,6 +1,7 @@
 """The HTTP API: the only package that speaks HTTP as a server.
 
     app, server, http            routes, connections and their bounds
+    database                     SQLite files of what is kept
     incoming, limiter, tenants   who calls, what they may, and their share of what is limited
     keys                         keys that operators make, and what was used by whom
     openai, anthropic, responses, batches   the APIs, over the same plans and pieces

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sqlite3
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.api.batches.folder import Folder, Full
+from kvrelay.cluster.api.database import Database
 from kvrelay.cluster.api.pages import PageQuery
-from kvrelay.cluster.api.responses.store import open_database
 
 FILE = "batches.db"
 FOLDER = "files"
@@ -97,10 +96,8 @@ class BatchStore(Folder):
     def __init__(self, folder: Path | None = None) -> None:
         """folder: None if nothing is to be kept."""
         super().__init__(folder, FOLDER)
-        self._lock = threading.Lock()
-        path = self._state_dir / FILE
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._connection = open_database(str(path), VERSION, *_TABLES)
+        self._database = Database(self._state_dir / FILE, VERSION, *_TABLES)
+        self._change, self._read = self._database.writing, self._database.read
         if folder is not None:
             self._reserve()
 
@@ -116,24 +113,13 @@ class BatchStore(Folder):
         with suppress(sqlite3.Error):
             self._read("PRAGMA wal_checkpoint(RESTART)")
 
-    @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        """One step for all that share the file; what is raised within changes nothing."""
-        with self._lock, self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            yield connection
-
-    def _read(self, query: str, *values: Any) -> list[Any]:
-        with self._lock:
-            return self._connection.execute(query, values).fetchall()
-
     # Files.
 
     def check_room(self, tenant: str, max_bytes: int) -> None:
         """max_bytes: of all files of the tenant and its uploads. Raises Full, and OSError for the
         disk."""
-        with self._lock:
-            self._check_room(self._connection, tenant, max_bytes)
+        with self._database.lock:
+            self._check_room(self._database.connection, tenant, max_bytes)
 
     def _check_room(self, connection: sqlite3.Connection, tenant: str, max_bytes: int) -> None:
         query = "SELECT COUNT(*), COALESCE(SUM(num_bytes), 0) FROM files"
@@ -411,8 +397,8 @@ class BatchStore(Folder):
         return record
 
     def _counted(self, record: Record) -> Record:
-        with self._lock:
-            return self._with_counts(self._connection, record)
+        with self._database.lock:
+            return self._with_counts(self._database.connection, record)
 
     def _with_counts(self, connection: sqlite3.Connection, record: Record) -> Record:
         """With what the results say, while they are there."""
@@ -440,8 +426,7 @@ class BatchStore(Folder):
         self._sweep_drafts()
 
     def close(self) -> None:
-        with self._lock:
-            self._connection.close()
+        self._database.close()
 
 
 def with_counts(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sqlite3
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from kvrelay.cluster.api.database import Database
 from kvrelay.cluster.api.keys.record import ApiKey, Batch, Counts, Known, Taken, Use
-from kvrelay.cluster.api.responses.store import open_database
 
 FILE = "keys.db"
 VERSION = 1
@@ -45,21 +39,8 @@ class KeyStore:
 
     def __init__(self, path: Path | None = None) -> None:
         """Opens the file at `path`; None: keeps all in memory. Raises sqlite3.Error, OSError."""
-        self._lock = threading.Lock()
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        self._connection = open_database(str(path or ":memory:"), VERSION, *_TABLES)
-
-    @contextmanager
-    def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            yield connection
-
-    def _read(self, query: str, *values: Any) -> list[Any]:
-        with self._lock:
-            return self._connection.execute(query, values).fetchall()
+        self._database = Database(path, VERSION, *_TABLES)
+        self._change, self._read = self._database.writing, self._database.read
 
     def exchange(self, batch: Batch, seen: str) -> Known:
         """Adds what a router has counted, and returns what it does not know. seen: the version of
@@ -108,5 +89,4 @@ class KeyStore:
         return {Use(*row[:4]): Counts(*row[4:]) for row in rows}
 
     def close(self) -> None:
-        with self._lock:
-            self._connection.close()
+        self._database.close()

@@ -8,14 +8,14 @@ are made from threads (`threads.py`). Writes follow one another; reads of a file
 from __future__ import annotations
 
 import logging
-import os
 import sqlite3
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+from kvrelay.cluster.api.database import BUSY_S, Database
 
 log = logging.getLogger("kvrelay.responses")
 
@@ -27,7 +27,6 @@ MAX_RESPONSES = 100_000
 MAX_BYTES = 4 * 2**30  # all records together
 MAX_MEMORY_BYTES = 64 * 2**20  # likewise, where there is no file
 PRUNE_EVERY = 256  # records, or a 64th of their bytes
-BUSY_S = 5.0  # that others of the file's users may take
 MAX_READERS = 8  # connections that are kept open
 
 _TABLE = """
@@ -80,7 +79,6 @@ class ResponseStore:
 
     def __init__(self, path: Path | None = None) -> None:
         """path: of the file; None, or a file that cannot be used: memory."""
-        self._lock = threading.Lock()  # held by who writes; in memory by who reads too
         self._path = path
         self._readers: deque[sqlite3.Connection] = deque()  # connections that nobody reads by
         self._is_closed = False
@@ -88,16 +86,14 @@ class ResponseStore:
         self.is_durable = False
         if path is not None:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-                self._connection = open_database(str(path), VERSION, *_TABLES)
+                self._database = Database(path, VERSION, *_TABLES)
                 self.is_durable = True
                 return
             except (OSError, sqlite3.Error) as error:
                 log.warning(
                     "responses will be forgotten when the server stops: %s: %s", path, error
                 )
-        self._connection = open_database(":memory:", VERSION, *_TABLES)
+        self._database = Database(None, VERSION, *_TABLES)
 
     @property
     def max_bytes(self) -> int:
@@ -107,8 +103,8 @@ class ResponseStore:
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection that shows what has been written, also while another writes."""
         if not self.is_durable:
-            with self._lock:
-                yield self._connection
+            with self._database.lock:
+                yield self._database.connection
             return
         try:
             connection = self._readers.pop()
@@ -123,12 +119,9 @@ class ResponseStore:
             else:
                 self._readers.append(connection)
 
-    @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self) -> AbstractContextManager[sqlite3.Connection]:
         """One step for all that share the file; what is raised inside changes nothing."""
-        with self._lock, self._connection as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            yield connection
+        return self._database.writing()
 
     def put(self, tenant: str, response_id: str, record: bytes) -> None:
         with self.writing() as connection:
@@ -187,8 +180,7 @@ class ResponseStore:
 
     def close(self) -> None:
         self._is_closed = True
-        with self._lock:
-            self._connection.close()
+        self._database.close()
         while self._readers:
             self._readers.pop().close()
 
@@ -200,38 +192,3 @@ def delete_items(connection: sqlite3.Connection, tenant: str, conversation: str)
         "DELETE FROM conversations WHERE tenant = ? AND id = ?",
     ):
         connection.execute(query, (tenant, conversation))
-
-
-def open_database(path: str, version: int, *tables: str) -> sqlite3.Connection:
-    """Opens or makes one. tables: statements that make what is not there. Raises sqlite3.Error."""
-    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-    try:
-        _write_ahead(connection)
-        connection.execute("PRAGMA synchronous = NORMAL")
-        (found,) = connection.execute("PRAGMA user_version").fetchone()
-        if found > version:
-            raise sqlite3.DatabaseError(
-                f"version {found}, of a newer KVRelay; this one reads up to {version}"
-            )
-        with connection:
-            for table in tables:
-                connection.execute(table)
-            connection.execute(f"PRAGMA user_version = {version}")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _write_ahead(connection: sqlite3.Connection) -> None:
-    """SQLite does not wait if another process does the same at this moment."""
-    deadline = time.monotonic() + BUSY_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-            if not is_busy or time.monotonic() > deadline:
-                raise
-        time.sleep(0.01)

@@ -129,7 +129,7 @@ class Tokenizer:
         }
         pooling = _read_json(directory / "1_Pooling" / "config.json")  # sentence-transformers'
         said = [kind for name, kind in POOLINGS.items() if pooling.get(name)]
-        self.pooling = said[0] if said else Pooling.LAST  # of embeddings
+        self.pooling = said[0] if said else Pooling.LAST
         added = self._tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: entry.content for token, entry in added.items()}
         self._added_ids = {text: token for token, text in self._added.items()}

@@ -198,5 +198,5 @@ def tenant(name: str, **limits: Any) -> Tenant:
 def in_memory(folder: Any) -> BatchStore:
     """A store whose commits wait for no disk."""
     store = BatchStore(folder)
-    store._connection.execute("PRAGMA synchronous = OFF")
+    store._database.connection.execute("PRAGMA synchronous = OFF")
     return store

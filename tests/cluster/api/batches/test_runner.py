@@ -151,8 +151,8 @@ def test_each_row_has_one_answer_whoever_is_killed(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert any(int(line) >= least for line in process.stdout)
             process.send_signal(signal.SIGKILL)
-        store._connection.execute("UPDATE batches SET lease_until = 0")
-        store._connection.commit()
+        store._database.connection.execute("UPDATE batches SET lease_until = 0")
+        store._database.connection.commit()
     sent, first = Endpoint(), Endpoint()
     run_all(store, sent)
     run_all(undisturbed, first)

@@ -82,8 +82,8 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 def lapse(store: Any) -> None:
     """Ends all leases."""
     if isinstance(store, BatchStore):
-        store._connection.execute("UPDATE batches SET lease_until = 0")
-        store._connection.commit()
+        store._database.connection.execute("UPDATE batches SET lease_until = 0")
+        store._database.connection.commit()
     else:
         for key in store._redis.keys("test:lease:*"):
             store._redis.delete(key)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cluster.api import database
 from kvrelay.cluster.api.responses import store as module
 from kvrelay.cluster.api.responses.items import ConversationItems, Most
 from kvrelay.cluster.api.responses.store import ResponseStore
@@ -258,7 +259,7 @@ def test_a_server_that_starts_waits_for_another_that_writes(path: Path) -> None:
 def test_a_file_that_stays_locked_is_not_waited_for_for_ever(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BUSY_S", 0.1)
+    monkeypatch.setattr(database, "BUSY_S", 0.1)
     path.parent.mkdir()
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
