@@ -135,7 +135,7 @@ class Batches:
 
 
 async def ask(client: httpx.AsyncClient, method: str, path: str, **what: Any) -> httpx.Response:
-    """Asks again while connections fail or it is told to. Raises HTTPError after two minutes."""
+    """Retries while connections fail or the answer asks for it. Raises HTTPError after 120 s."""
     deadline = time.monotonic() + ASKED_AGAIN_S
     while True:
         try:

@@ -80,8 +80,8 @@ class TritonOps(TensorOps):
         TritonOps.use_pool(self, pool)  # what builds on it is not ready yet
         self._quantization = quantization
         self._kinds = {self._kind(layer): layer for layer in self._places}
-        # By the shape of heads and the window: tiles of sequences with more than one token, splits
-        # of those with one; None: there is no such sequence.
+        # By the shape of heads and the window: tiles of sequences with more than one token, and
+        # splits of decodes; None: there is no such sequence.
         self._work: dict[tuple[KVHeads, int], tuple[torch.Tensor | None, Splits | None]] = {}
         self._sink_queries: torch.Tensor | None = None
         self._recurrent: GpuRecurrent | None = None

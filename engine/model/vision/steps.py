@@ -94,7 +94,8 @@ class StepImages:
                 seqs[index] = replace(seq, image_rows=rows)
         begun = self.embeddings.begun if wanted else found
         counts = {at: (begun[at], found[at]) for at in wanted if begun[at] or found[at]}
-        return Prepared(replace(step, seqs=seqs), waiting, failed, counts, self.embeddings.kept())
+        kept = self.embeddings.kept() if wanted else None  # nothing else changes them
+        return Prepared(replace(step, seqs=seqs), waiting, failed, counts, kept)
 
     def _rows(self, seq: ScheduledSeq, known: _Known) -> SeqImageRows:
         """What it has in the step, where its embeddings are there."""
