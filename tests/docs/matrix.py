@@ -90,7 +90,7 @@ _TWO_MACHINES = (
     "e2e/parallel/test_two_machines.py::test_ranks_on_two_hosts_say_what_one_process_says"
 )
 _VLLM_RANKS = "e2e/test_vllm_ranks.py::"
-_VLLM_RANKS += "test_ranks_hand_over_die_and_find_kv_of_another_number_of_ranks"
+_VLLM_RANKS += "test_ranks_and_stages_hand_over_die_and_find_kv_of_another_number_of_them"
 _BACK = dict.fromkeys(("torch", "states", "windows", "uneven KV"), _GROUPS_BACK)
 _BACK |= {"FP8 KV": _FP8_BACK, "ranks": _RANKS_BACK}
 _BACK["sparse"] = "local/test_same_tokens.py::"

@@ -125,46 +125,23 @@ def expected(path: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return texts
 
 
-def test_pipeline_stages_say_what_one_process_says_and_one_of_them_dies(
-    tmp_path: Path, path: Path, expected: list[str]
-) -> None:
-    with serving(tmp_path, path, (1, 1), pipeline_parallel_size=2) as served:
-        wait_for(served.url, all_up, START_S, "not up")
-        assert [len(ranks_of(f"{role}-0")) for role in ("prefill", "decode")] == [2, 2]
-        assert tell(served.url) == expected
-        assert num_handed_over(served.url) >= len(expected)
-        counted = [0]
-
-        def kill_in_the_middle() -> None:
-            counted[0] += 1
-            if counted[0] == 8 * len(expected):
-                kill_one("decode-0")
-
-        assert tell(served.url, kill_in_the_middle) == expected
-        wait_for(served.url, partial(is_back, "decode-0"), START_S, "not up again")
-        assert_clean(served.url)
-        wait_for(served.url, partial(has_on_disk, len(PROMPTS) * 9), 60.0, "not on disk")
-    with serving(tmp_path, path, (0, 1)) as served:
-        wait_for(served.url, all_up, START_S, "not up")
-        again = resumed(served.url)
-        assert again.choices[0].message.content == expected[0]
-        assert again.usage.prompt_tokens_details.cached_tokens >= 9 * 32
-        assert_clean(served.url)
-
-
 @pytest.mark.parametrize(
-    ("ranks", "later", "killed"), [((1, 2), 1, "decode"), ((2, 1), 2, "prefill")]
+    ("ranks", "num_stages", "later", "killed"),
+    [((1, 2), 1, 1, "decode"), ((2, 1), 1, 2, "prefill"), ((1, 1), 2, 1, "decode")],
 )
-def test_ranks_hand_over_die_and_find_kv_of_another_number_of_ranks(
+def test_ranks_and_stages_hand_over_die_and_find_kv_of_another_number_of_them(
     tmp_path: Path,
     path: Path,
     expected: list[str],
     ranks: tuple[int, int],
+    num_stages: int,
     later: int,
     killed: str,
 ) -> None:
-    with serving(tmp_path, path, ranks) as served:
+    with serving(tmp_path, path, ranks, pipeline_parallel_size=num_stages) as served:
         wait_for(served.url, all_up, START_S, "not up")
+        processes = [len(ranks_of(f"{role}-0")) for role in ("prefill", "decode")]
+        assert num_stages == 1 or processes == [num_stages, num_stages]
         assert tell(served.url) == expected
         assert num_handed_over(served.url) >= len(expected)
         counted = [0]
